@@ -1,0 +1,1 @@
+"""LoopVQ: vector quantization of a looped model's KV cache with codes shared by loop steps."""

@@ -1,0 +1,82 @@
+"""Full-precision attention behind the KVAttention hook, and what calibration records there.
+
+All loop steps run the same modules, so states are keyed by the (layer, step) of the call, never by counting calls:
+activation checkpointing calls a layer twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from .codebook import SIDES
+from .grouping import Grouping
+from .spec import LoopSpec, rotate
+
+
+class PlainAttention:
+    """Causal full-precision attention over one unpadded piece of text, no history; a `KVAttention`."""
+
+    def run(self, inputs_embeds, attention_mask, forward_chunk):
+        if attention_mask is not None:
+            raise ValueError("calibration runs on unpadded sequences; pass attention_mask=None.")
+        batch, count, _ = inputs_embeds.shape
+        positions = torch.arange(count, device=inputs_embeds.device).expand(batch, count)
+        return forward_chunk(inputs_embeds, positions)
+
+    def attend(self, query, key, value, cos, sin, *, layer, step, module):
+        out = F.scaled_dot_product_attention(
+            rotate(query, cos, sin),
+            rotate(key, cos, sin),
+            value,
+            is_causal=True,
+            scale=module.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.transpose(1, 2)
+
+
+class StateCapture(PlainAttention):
+    """Also keeps the keys before RoPE and the values of every (layer, step): ``states[side][layer][step]``,
+    each ``[B, H, n, D]`` in model dtype."""
+
+    def __init__(self, spec: LoopSpec):
+        self.states = {side: [[None] * spec.steps for _ in spec.layers] for side in SIDES}
+
+    def attend(self, query, key, value, cos, sin, *, layer, step, module):
+        self.states["key"][layer][step] = key.detach()
+        self.states["value"][layer][step] = value.detach()
+        return super().attend(query, key, value, cos, sin, layer=layer, step=step, module=module)
+
+    def block(self, side: str, layer: int, grouping: Grouping, block: int) -> torch.Tensor:
+        """``[T_c, B, H, n, D]`` states of one block's steps."""
+        size = grouping.steps_per_code
+        return torch.stack(self.states[side][layer][block * size : (block + 1) * size])
+
+
+class FisherCapture(StateCapture):
+    """Also sums squared gradients of the loss over the elements of each code: the k-means weights (paper eq. 3).
+
+    After ``backward``, ``weights[side][layer]`` is fp32 ``[nB, H, NG, n]`` and ``step_share[side]`` fp64 ``[T]`` holds
+    the squared gradient of each loop step, summed over layers, heads, channels and tokens.
+    """
+
+    def __init__(self, spec: LoopSpec, grouping: Grouping):
+        super().__init__(spec)
+        self.spec, self.grouping = spec, grouping
+        self.weights: dict[str, list] = {side: [None] * len(spec.layers) for side in SIDES}
+        self.step_share = {side: torch.zeros(spec.steps, dtype=torch.float64) for side in SIDES}
+
+    def attend(self, query, key, value, cos, sin, *, layer, step, module):
+        for side, state in (("key", key), ("value", value)):
+            state.register_hook(lambda grad, side=side: self._add(side, layer, step, grad))
+        return super().attend(query, key, value, cos, sin, layer=layer, step=step, module=module)
+
+    def _add(self, side: str, layer: int, step: int, grad: torch.Tensor) -> None:
+        # fp32 before squaring: squares of about 1e-10 would vanish in fp16.
+        squared = grad.detach().float().square()[0].unflatten(-1, (self.grouping.groups, -1)).sum(-1)  # [H, n, NG]
+        if self.weights[side][layer] is None:
+            heads, count, groups = squared.shape
+            self.weights[side][layer] = squared.new_zeros(self.grouping.blocks, heads, groups, count)
+        self.weights[side][layer][step // self.grouping.steps_per_code] += squared.transpose(1, 2)
+        self.step_share[side][step] += squared.double().sum().cpu()

@@ -1,0 +1,66 @@
+"""Kernel tests run on the GPU if there is one, else in Triton's interpreter on the CPU."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+if importlib.util.find_spec("hf_lowbit_kernels") is None:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "torch-ext"))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "triton: needs triton (interpreted on the CPU without a CUDA device)")
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in (item for item in items if here in item.path.parents):
+        if not ON_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if not HAS_TRITON and item.get_closest_marker("triton"):
+            item.add_marker(pytest.mark.skip(reason="triton is not installed"))
+
+
+def _let_interpreter_loop_over_loaded_bounds():
+    """Triton 3.6's interpreter calls int() on one-element arrays, which NumPy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if HAS_TRITON and not ON_GPU:
+    _let_interpreter_loop_over_loaded_bounds()
+
+
+@pytest.fixture(scope="session")
+def device():
+    return torch.device("cuda" if ON_GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Fill torch.empty with NaN (0xFF bytes for integers), so that a read of unwritten memory shows at once."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def fill(tensor):
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
