@@ -349,7 +349,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8000, help="most optimizer steps")
     parser.add_argument("--batch", type=int, default=128, help="sequences of --length tokens a step")
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--lr", type=float, default=2.5e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=default_device)

@@ -9,6 +9,7 @@ Supported: transformers 5.17 and later (tested on 5.17.0 and 5.24.0).
 | ``create_causal_mask(...)`` takes the cache as | ``past_key_values=`` | ``cache=`` |
 | attention layers call | ``update(k, v, idx)`` | ``update(k, v, idx, kwargs=kwargs)`` |
 | ``modeling_utils.slice_logits_to_keep`` | absent | present |
+| activation checkpointing | ``gradient_checkpointing_enable`` | ``activation_checkpointing_enable`` (old name warns) |
 
 The name is read from the installed output classes rather than from the version number, so development builds between
 two releases work too. Our own ``forward`` methods name the argument ``cache`` and accept both names on every release.
@@ -17,7 +18,8 @@ two releases work too. Our own ``forward`` methods name the argument ``cache`` a
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -119,6 +121,22 @@ except ImportError:
         return hidden_states[:, logits_to_keep, :]
 
 
+def is_activation_checkpointing(model) -> bool:
+    """Whether the model recomputes activations in the backward pass."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        return bool(model.is_activation_checkpointing)
+    return bool(model.is_gradient_checkpointing)
+
+
+def set_activation_checkpointing(model, on: bool) -> None:
+    """Switch recomputation of activations on (non-reentrant) or off."""
+    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if not on:
+        getattr(model, f"{prefix}_checkpointing_disable")()
+    else:
+        getattr(model, f"{prefix}_checkpointing_enable")({"use_reentrant": False})
+
+
 __all__ = [
     "CACHE_ARG",
     "CACHE_ARG_NAMES",
@@ -129,7 +147,9 @@ __all__ = [
     "cache_kwargs",
     "check_transformers_version",
     "get_cache",
+    "is_activation_checkpointing",
     "make_output",
+    "set_activation_checkpointing",
     "slice_logits_to_keep",
     "update_cache",
 ]

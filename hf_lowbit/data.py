@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+
 logger = logging.getLogger(__name__)
 
 # Where the answer of a task stands unless its item says otherwise; a task not named here has it on the first line.

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from .config import lowbit_config
+from .loopvq.attach import loopvq_codebooks
+
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -30,21 +34,23 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 # {title}
 
-The weights are those of {base}, unchanged. Beside them the file holds codebooks for the KV cache, fitted by
-[hf_lowbit](https://pypi.org/project/hf-lowbit/) (`pip install hf-lowbit`): outside a window of {sinks} first and {window}
-recent tokens, the keys and values of {steps} are stored as one 8-bit code per {group} elements, {bits:g} bit
-per element. Use `cache_implementation="dynamic"` in `generate` to turn that off.
+The weights are those of {base}, unchanged. Beside them the file holds codebooks for the KV cache, fitted
+with hf_lowbit. All but the first {sinks} and the {window} most recent tokens are stored as 8-bit codes, one for {group} elements of keys or
+values ({coupling}): {bits:g} bit per element. `cache_implementation="dynamic"` in `generate` turns that off.
 
 | calibration | |
 |---|---|
 {rows}
 
-How the numbers of an evaluation are made: `hf-lowbit eval {name} --text texts.jsonl --tasks tasks.jsonl`.
+What the cache costs is measured by `hf-lowbit eval {name} --text texts.jsonl --tasks tasks.jsonl`.
 """
 
 
 def model_card(
-    model: PreTrainedModel, report: dict[str, Any] | None = None, base_model: str | None = None, repo_id: str | None = None
+    model: PreTrainedModel,
+    report: dict[str, Any] | None = None,
+    base_model: str | None = None,
+    repo_id: str | None = None,
 ) -> ModelCard:
     """Build the card of a calibrated model; ``card.save(path)`` or ``card.push_to_hub(repo_id)`` stores it.
 
@@ -52,17 +58,15 @@ def model_card(
 
     Args:
         model: a calibrated model.
-        report: ``CalibrationReport.to_dict()``; its numbers (not its lists) are shown.
+        report: ``CalibrationReport.to_dict()``, for the held-out KL.
         base_model: folder or Hub id of the uncalibrated model; only an id becomes metadata.
         repo_id: the name in the usage snippet.
 
     Raises:
         ValueError: the model is not calibrated.
     """
-    config = getattr(model.config, "quantization_config", None)
-    config = config if config is None or isinstance(config, dict) else config.to_dict()
-    if config is None or "loopvq" not in config:
-        raise ValueError(f"this {type(model).__name__} is not calibrated, so there is no card to write")
+    codebooks = loopvq_codebooks(model)
+    config = lowbit_config(model).to_dict()
     loopvq = config["loopvq"]
     hub_id = base_model if base_model and _is_hub_id(base_model) else None
     data = ModelCardData(
@@ -72,26 +76,25 @@ def model_card(
         base_model_relation="quantized" if hub_id else None,
         tags=["hf-lowbit", "loopvq", "kv-cache", "looped-transformer"],
     )
-    steps = loopvq["loop_group_size"]
-    settings = {
-        "bits per element": f"{loopvq['bits']:g}",
-        "loop steps per code": steps or "automatic",
-        "sequences": f"{loopvq['sequences']} x {loopvq['sequence_length']} tokens",
-        "fine-tuning epochs": loopvq["epochs"],
-        "seed": loopvq["seed"],
+    rows = {
+        "data": f"{loopvq['sequences']} sequences x {loopvq['sequence_length']} tokens, seed {loopvq['seed']}",
+        "fine-tuning": f"{loopvq['epochs']} epochs",
         "fingerprint of the weights": f"`{config['fingerprint']}`",
     }
-    numbers = {key.replace("_", " "): f"{value:.6g}" for key, value in (report or {}).items() if type(value) is float}
+    if report:
+        rows["held-out KL after k-means"] = f"{report['held_out'][0]:.4g} nats per token"
+        rows["held-out KL of the codebooks kept"] = f"{report['held_out'][report['best_epoch']]:.4g} nats per token"
+    group, steps = round(8 / loopvq["bits"]), codebooks[0].grouping.steps_per_code
     body = _BODY.format(
         name=repo_id or "PATH_OR_REPO_ID",
         title=f"{(hub_id or type(model).__name__).rsplit('/', 1)[-1]}, {loopvq['bits']:g}-bit KV cache",
         base=f"[{hub_id}](https://huggingface.co/{hub_id})" if hub_id else "the model it was calibrated from",
         sinks=loopvq["sink_tokens"],
         window=loopvq["recent_window"],
-        steps=f"{steps} loop steps" if steps and steps > 1 else "every loop step" if steps == 1 else "all coupled loop steps",
-        group=int(8 / loopvq["bits"]),
+        group=group,
+        coupling=f"{group // steps} channels of {steps} loop step{'s' if steps > 1 else ''}",
         bits=loopvq["bits"],
-        rows="\n".join(f"| {key} | {value} |" for key, value in {**settings, **numbers}.items()),
+        rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n{body}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 
@@ -143,11 +144,13 @@ def calibrate(
     attach_loopvq(model, loopvq, codebooks)
     artifact.attach_fingerprint(model, fingerprint)
     artifact.validate(model)
-    _mark_quantized(model, config.replace(fingerprint=fingerprint, dataset=None, tokenizer=None))
+    # "The largest T_c that fits" must not mean something else to a later release: the artifact names its own.
+    loopvq = dataclasses.replace(loopvq, loop_group_size=codebooks[0].grouping.steps_per_code)
+    mark_quantized(model, config.replace(loopvq=loopvq, fingerprint=fingerprint, dataset=None, tokenizer=None))
     return report
 
 
-def _mark_quantized(model, config: LowBitConfig) -> None:
+def mark_quantized(model, config: LowBitConfig) -> None:
     """What ``from_pretrained`` sets on a quantized model."""
     model.config.quantization_config = config
     model.hf_quantizer = LowBitQuantizer(config, pre_quantized=True)

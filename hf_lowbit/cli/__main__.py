@@ -2,4 +2,5 @@
 
 from .main import main
 
+
 raise SystemExit(main())

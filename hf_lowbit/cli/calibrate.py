@@ -14,6 +14,7 @@ from pathlib import Path
 
 from . import common
 
+
 NAME = "calibrate"
 HELP = "fit the codebooks of a low-bit cache to a model and save both"
 
@@ -21,7 +22,9 @@ HELP = "fit the codebooks of a low-bit cache to a model and save both"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder or Hub id of a looped causal language model")
     parser.add_argument("--method", choices=("loopvq",), default="loopvq")
-    parser.add_argument("--data", required=True, type=Path, metavar="F.jsonl", help='calibration texts, {"text"} a line')
+    parser.add_argument(
+        "--data", required=True, type=Path, metavar="F.jsonl", help='calibration texts, {"text"} a line'
+    )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder of the artifact")
     parser.add_argument("--overwrite", action="store_true", help="replace an output folder that is not empty")
     add_method_arguments(parser)
@@ -38,8 +41,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens of each (default 2048)")
     parser.add_argument("--epochs", type=int, metavar="N", help="of fine-tuning; 0 for none (default 4)")
     parser.add_argument("--seed", type=int, metavar="N", help="default 0")
-    parser.add_argument("--loop-group-size", type=int, metavar="N", help="loop steps per code (default: the most, up to 4)")
-    parser.add_argument("--learning-rate", type=_rate, metavar="X", help='a number, or "auto" to choose on held-out KL')
+    parser.add_argument(
+        "--loop-group-size", type=int, metavar="N", help="loop steps per code (default: the most, up to 4)"
+    )
+    parser.add_argument(
+        "--learning-rate", type=_rate, metavar="X", help='a number, or "auto" to choose on held-out KL'
+    )
     parser.add_argument("--recent-window", type=int, metavar="N", help="tokens in full precision (default 64)")
 
 
@@ -102,7 +109,9 @@ def _has_files(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def save_artifact(model, tokenizer, report, output: Path, overwrite: bool = False, base_model: str | None = None) -> None:
+def save_artifact(
+    model, tokenizer, report, output: Path, overwrite: bool = False, base_model: str | None = None
+) -> None:
     """Write model, codebooks, tokenizer, ``calibration_report.json`` and the model card to ``output``, or nothing.
 
     Args:

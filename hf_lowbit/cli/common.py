@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -18,7 +19,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device", default=None, help='"cpu", "cuda", "cuda:1", ... or "auto" to spread over devices; default: cuda if there'
+        "--device",
+        default=None,
+        help='"cpu", "cuda", "cuda:1", ... or "auto" to spread over devices; default: cuda if there',
     )
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights; auto: as in the checkpoint")
 
@@ -45,12 +48,24 @@ def load_model(name: str, device: str | None, dtype: str) -> PreTrainedModel:
 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: torch sees no CUDA device")
+    _check_device(device)
     check_model_folder(name)
     # "cpu" needs no device map, and without one no dispatch hooks are put around the modules.
     placement: dict[str, Any] = {} if device == "cpu" else {"device_map": device}
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **placement).eval()
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    if name == "auto":
+        return
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f'--device {name}: expected "cpu", "cuda", "cuda:N" or "auto"') from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -111,6 +126,17 @@ def check_output_folder(output: Path, overwrite: bool) -> None:
         raise FileExistsError(f"--output {output} exists and is no folder")
     if output.is_dir() and any(output.iterdir()) and not overwrite:
         raise FileExistsError(f"--output {output} is not empty; choose another folder or add --overwrite")
+
+
+@contextmanager
+def strict_errors(strict: bool) -> Iterator[None]:
+    """Turn the RuntimeError of a refused fallback into a ValueError: the user asked for it, so it is no bug."""
+    try:
+        yield
+    except RuntimeError as error:
+        if strict and "strict" in str(error):
+            raise ValueError(str(error)) from error
+        raise
 
 
 def format_bytes(count: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from . import common
 
+
 NAME = "demo"
 HELP = "calibrate, save, reload and evaluate the embedded one-million-parameter model"
 
@@ -53,7 +54,9 @@ def _demo(args: argparse.Namespace, output: Path) -> None:
         epochs=1 if args.quick else 4,
         learning_rate=0.01 if args.quick else "auto",
     )
-    print(f"2. calibrating a {config.bits:g}-bit cache on {config.sequences} sequences of {config.sequence_length} tokens")
+    print(
+        f"2. calibrating a {config.bits:g}-bit cache on {config.sequences} sequences of {config.sequence_length} tokens"
+    )
     texts = read_texts(demo_data("calibration"))
     report = calibrate(model, tokenizer, LowBitConfig(loopvq=config), dataset=texts, progress=not args.quiet)
     print(report.summary())

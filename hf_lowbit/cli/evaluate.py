@@ -7,17 +7,22 @@ from pathlib import Path
 
 from . import common
 
+
 NAME = "eval"
 HELP = "compare the full-precision cache and the quantized one on texts and tasks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder or Hub id of a calibrated model")
-    parser.add_argument("--text", type=Path, metavar="F.jsonl", help='texts for KL and top-1 agreement, {"text"} a line')
+    parser.add_argument(
+        "--text", type=Path, metavar="F.jsonl", help='texts for KL and top-1 agreement, {"text"} a line'
+    )
     parser.add_argument("--tasks", type=Path, metavar="F.jsonl", help="tasks for accuracy, divergence and speed")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N texts, and N items of each task")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the result here (the table goes to stdout)")
-    parser.add_argument("--text-tokens", type=int, default=2048, metavar="N", help="cut texts to N tokens (default 2048)")
+    parser.add_argument(
+        "--text-tokens", type=int, default=2048, metavar="N", help="cut texts to N tokens (default 2048)"
+    )
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="rows at once (default 16)")
     parser.add_argument("--recent-window", type=int, metavar="N", help="another window than the artifact's")
     parser.add_argument("--strict", action="store_true", help="fail rather than fall back to a slower implementation")
@@ -44,17 +49,18 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = common.load_tokenizer(args.model)
     model = common.load_model(args.model, args.device, args.dtype)
     options = {"recent_window": args.recent_window} if args.recent_window is not None else {}
-    result = evaluate(
-        model,
-        tokenizer,
-        texts,
-        tasks,
-        cache_config=options | ({"strict": True} if args.strict else {}),
-        text_tokens=args.text_tokens,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        progress=not args.quiet,
-    )
+    with common.strict_errors(args.strict):
+        result = evaluate(
+            model,
+            tokenizer,
+            texts,
+            tasks,
+            cache_config=options | ({"strict": True} if args.strict else {}),
+            text_tokens=args.text_tokens,
+            batch_size=args.batch_size,
+            seed=args.seed,
+            progress=not args.quiet,
+        )
     files = {"model": args.model, "text_file": args.text, "tasks_file": args.tasks}
     result["settings"] |= {name: None if value is None else str(value) for name, value in files.items()}
     result["settings"] |= {"limit": args.limit, "command": args.command_line}

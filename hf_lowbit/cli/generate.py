@@ -7,6 +7,7 @@ from typing import Any
 
 from . import common
 
+
 NAME = "generate"
 HELP = "continue a prompt greedily and print the memory report of the cache"
 CACHES = ("loopvq", "dynamic")
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError("--prompt has no tokens")
     cache = _build_cache(model, args)
-    with torch.no_grad():
+    with torch.no_grad(), common.strict_errors(args.strict):
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
@@ -52,9 +53,9 @@ def _build_cache(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     """The keyword argument that hands ``generate`` its cache; built here so that its bytes can be read afterwards."""
     from transformers import DynamicCache
 
-    from ..artifact import has_loopvq
     from ..compat import cache_kwargs
     from ..generation import make_cache
+    from ..loopvq.attach import has_loopvq
 
     name = args.cache or ("loopvq" if has_loopvq(model) else "dynamic")
     if name == "dynamic":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from . import calibrate, demo, evaluate, generate, inspect
 
+
 COMMANDS = {module.NAME: module for module in (calibrate, generate, inspect, evaluate, demo)}
 
 USER_ERROR = 2  # as argparse: the input is wrong, not the program
@@ -100,6 +101,7 @@ def _quiet_logs() -> None:
     logging.disable_progress_bar()
     disable_progress_bars()
     warnings.simplefilter("ignore", FutureWarning)
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
 
 
 def _print_versions() -> None:

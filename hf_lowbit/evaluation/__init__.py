@@ -3,4 +3,5 @@
 from .compare import METRICS, evaluate
 from .report import format_table, write_json
 
+
 __all__ = ["METRICS", "evaluate", "format_table", "write_json"]

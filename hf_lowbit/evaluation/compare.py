@@ -12,13 +12,14 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 from ..compat import CACHE_ARG
-from ..config import PAGE
+from ..config import PAGE, lowbit_config
 from ..data import Task
 from ..generation import make_cache
 from .greedy import Generations, generate_greedily, left_pad
 from .metrics import accuracy, divergence, repeats
 from .storage import full_cache_bytes
 from .teacher_forced import compare_on_texts
+
 
 # Every side of the result has these keys; a value is None when the data it needs was not given.
 METRICS = (
@@ -132,7 +133,7 @@ def evaluate(
             "recent_window": window,
             "chunk_tokens": PAGE,
             "cache_prompt_tokens": len(prompt),
-            "quantization_config": _config_dict(model),
+            "quantization_config": lowbit_config(model).to_dict(),
         },
     }
 
@@ -196,8 +197,3 @@ def _environment(model: PreTrainedModel) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-
-
-def _config_dict(model: PreTrainedModel) -> dict[str, Any]:
-    config = model.config.quantization_config
-    return config if isinstance(config, dict) else config.to_dict()

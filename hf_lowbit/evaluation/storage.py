@@ -26,7 +26,9 @@ def tensor_bytes(root: Any) -> int:
 
 def full_cache_bytes(cache: Cache) -> int:
     """Bytes of the keys and values of a stock cache."""
-    return tensor_bytes([[layer.keys, layer.values] for layer in cache.layers if getattr(layer, "keys", None) is not None])
+    return tensor_bytes(
+        [[layer.keys, layer.values] for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    )
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:

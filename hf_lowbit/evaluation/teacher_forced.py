@@ -1,7 +1,7 @@
 """KL divergence and top-1 agreement on given texts, through the real quantized cache.
 
 Why chunks of 8 tokens measure what decoding sees. A query at position q reads key p from the codes exactly when
-``S <= p < S + n_q`` with ``n_q = 8 * floor(max(0, q - S - W) / 8)`` (S sinks, W recent window; docs/how_it_works.md).
+``S <= p < S + n_q`` with ``n_q = 8 * floor(max(0, q - S - W) / 8)`` (S sinks, W recent window).
 With chunk borders at S + W + 8 j, ``n_q`` is the same for all queries of a chunk: feeding a page at a time shows each
 query the codes it would see in token-by-token decoding, in an eighth of the calls. Larger chunks would let late
 queries of a chunk read tokens in full precision that decoding has already encoded, and flatter the result. The first
@@ -10,6 +10,7 @@ chunk may hold S + W tokens, since no code is visible before position S + W + 8.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..compat import CACHE_ARG
 from ..config import PAGE
+
 
 BUCKET = 256  # positions per point of the drift curve
 
@@ -35,7 +37,7 @@ class TeacherForced:
         nll_full, nll_quantized: loss of the actual next token, nats, over the positions that have one.
         positions: how many positions the means are over.
         texts: how many texts they come from.
-        kl_by_position: ``[first position, mean KL]`` for stretches of 256 positions: the drift curve.
+        kl_by_position: ``[first position, mean KL]`` of every stretch of 256 positions: the drift curve.
     """
 
     kl_mean: float
@@ -51,34 +53,43 @@ class TeacherForced:
 
 
 class _Sums:
-    """Running sums on the CPU in fp64; ``valid`` masks padding and positions that see no codes."""
+    """Running sums in fp64 over the counted positions."""
 
     def __init__(self) -> None:
         self.kl = self.agree = self.nll_full = self.nll_quantized = 0.0
         self.positions = self.labelled = 0
         self.buckets: dict[int, tuple[float, int]] = {}
 
-    def add(self, full: torch.Tensor, quantized: torch.Tensor, labels: torch.Tensor, first: int, valid: torch.Tensor):
-        """full, quantized: logits ``[B, n, vocab]``; labels ``[B, n]``, -100 without one; valid: bool ``[B, n]``."""
-        log_p, log_q = F.log_softmax(full.float(), dim=-1), F.log_softmax(quantized.float(), dim=-1)
-        # xlogy-free form: p = 0 gives 0 * (-inf) = nan only if a logit is -inf, which no model here produces.
-        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-        if not torch.isfinite(kl[valid]).all():
+    def add(
+        self, full: torch.Tensor, quantized: torch.Tensor, labels: torch.Tensor, counted: torch.Tensor, first: int
+    ) -> None:
+        """Add one chunk.
+
+        Args:
+            full, quantized: logits ``[B, n, vocab]``.
+            labels: next tokens ``[B, n]``, -100 where there is none.
+            counted: bool ``[B, n]``, False for padding and for positions that see no codes.
+            first: position of the chunk's first token.
+        """
+        count = int(counted.sum())
+        if not count:
+            return
+        log_p = F.log_softmax(full[counted].float(), dim=-1)
+        log_q = F.log_softmax(quantized[counted].float(), dim=-1)
+        kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).double().sum().item()
+        if not math.isfinite(kl):
             raise ValueError(f"the logits after position {first} are not finite; cannot compare the caches")
-        agree = log_p.argmax(-1) == log_q.argmax(-1)
-        has_label = valid & (labels >= 0)
-        index = labels.clamp_min(0).unsqueeze(-1)
-        self.kl += kl[valid].double().sum().item()
-        self.agree += agree[valid].sum().item()
-        self.positions += int(valid.sum())
-        self.nll_full -= log_p.gather(-1, index).squeeze(-1)[has_label].double().sum().item()
-        self.nll_quantized -= log_q.gather(-1, index).squeeze(-1)[has_label].double().sum().item()
-        self.labelled += int(has_label.sum())
-        for offset in range(kl.shape[1]):
-            key = (first + offset) // BUCKET * BUCKET
-            total, count = self.buckets.get(key, (0.0, 0))
-            column = valid[:, offset]
-            self.buckets[key] = (total + kl[column, offset].double().sum().item(), count + int(column.sum()))
+        labels = labels[counted]
+        known = (labels >= 0).nonzero().squeeze(-1)
+        self.kl += kl
+        self.agree += (log_p.argmax(-1) == log_q.argmax(-1)).sum().item()
+        self.positions += count
+        self.nll_full -= log_p[known, labels[known]].double().sum().item()
+        self.nll_quantized -= log_q[known, labels[known]].double().sum().item()
+        self.labelled += len(known)
+        key = first // BUCKET * BUCKET  # chunks start at multiples of 8 and never reach into the next bucket
+        total, before = self.buckets.get(key, (0.0, 0))
+        self.buckets[key] = (total + kl, before + count)
 
 
 @torch.no_grad()
@@ -126,7 +137,7 @@ def compare_on_texts(
         nll_quantized=sums.nll_quantized / max(sums.labelled, 1),
         positions=sums.positions,
         texts=len(usable),
-        kl_by_position=[[key, value / count] for key, (value, count) in sorted(sums.buckets.items()) if count],
+        kl_by_position=[[key, value / count] for key, (value, count) in sorted(sums.buckets.items())],
     )
 
 
@@ -154,8 +165,8 @@ def _compare_batch(
         for begin in range(start, end, PAGE):
             stop = min(begin + PAGE, end)
             logits = _forward(model, ids[:, begin:stop], quantized)
-            valid = (positions[begin:stop] >= first_coded) & (positions[begin:stop] < lengths[:, None])
-            sums.add(reference[:, begin - start : stop - start], logits, labels[:, begin:stop], begin, valid)
+            counted = (positions[begin:stop] >= first_coded) & (positions[begin:stop] < lengths[:, None])
+            sums.add(reference[:, begin - start : stop - start], logits, labels[:, begin:stop], counted, begin)
             bar.update(int((positions[begin:stop] < lengths[:, None]).sum()))
         start = end
 

@@ -563,13 +563,13 @@ class LoopVQCache(Cache):
         self._select(indices.tolist())
 
     def crop(self, max_length: int) -> None:
-        """Remove tokens from the end: ``-n`` removes n columns, n >= 0 keeps n (as stock caches do before 5.20).
+        """Remove tokens from the end: ``-n`` removes n columns, 0 removes none, ``n > 0`` keeps n columns.
 
         Raises:
             ValueError: a removed token is coded already. Codes are written once and are not decoded back, so the cut
                 must lie within the recent window.
         """
-        remove = -max_length if max_length < 0 else self._seen - max_length
+        remove = -max_length if max_length <= 0 else self._seen - max_length
         if remove <= 0:
             return
         removed = self._columns[-remove:] if remove <= len(self._columns) else None

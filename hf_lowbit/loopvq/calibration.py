@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from ..compat import is_activation_checkpointing, set_activation_checkpointing
 from ..config import PAGE, LoopVQConfig
 from .codebook import SIDES, LoopVQCodebook
 from .fisher import MIN_EFFECTIVE, collect
@@ -81,18 +82,18 @@ def _frozen(model):
     """Evaluation mode, no parameter gradients, activation checkpointing; everything as before afterwards."""
     training = {name: module.training for name, module in model.named_modules()}
     requires = {name: p.requires_grad for name, p in model.named_parameters()}
-    checkpointing = model.is_gradient_checkpointing
+    checkpointing = is_activation_checkpointing(model)
     dropout = getattr(model.config, "attention_dropout", 0.0)
     model.config.attention_dropout = 0.0
     model.requires_grad_(False)
     # transformers checkpoints activations in training mode only; these models have no other train-time behaviour.
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    set_activation_checkpointing(model, True)
     model.train()
     try:
         yield
     finally:
         if not checkpointing:
-            model.gradient_checkpointing_disable()
+            set_activation_checkpointing(model, False)
         model.config.attention_dropout = dropout
         for name, module in model.named_modules():
             module.training = training.get(name, False)

@@ -7,6 +7,7 @@ import pytest
 
 from hf_lowbit.data import Task, read_tasks, read_texts
 
+
 ITEM = {"task": "word", "prompt": "Question: 1 + 1?", "target": "2", "max_new_tokens": 8}
 
 

@@ -18,7 +18,9 @@ def loaded():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = demo_model_path()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
+        folder
+    )
 
 
 def test_shape(loaded):

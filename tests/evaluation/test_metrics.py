@@ -40,5 +40,9 @@ def test_repeats(tokens, found):
 
 
 def test_accuracy_by_task_leaves_out_what_cannot_be_scored():
-    tasks = [Task("a", "", "1", 1, "first_line"), Task("b", "", "1", 1, "first_line"), Task("c", "", None, 1, "first_line")]
+    tasks = [
+        Task("a", "", "1", 1, "first_line"),
+        Task("b", "", "1", 1, "first_line"),
+        Task("c", "", None, 1, "first_line"),
+    ]
     assert accuracy(tasks, ["1", "2", "x"]) == {"a": 1.0, "b": 0.0}

@@ -13,12 +13,15 @@ from transformers import PreTrainedTokenizerFast
 from hf_lowbit import LoopVQConfig
 from hf_lowbit.models.ouro import OuroConfig, OuroForCausalLM
 
+
 EOS = "<|endoftext|>"
 
 # Windows of 8 and short sequences: every page border is crossed within a hundred tokens.
 LOOPVQ = LoopVQConfig(
     bits=0.5, recent_window=8, sequences=4, sequence_length=96, epochs=1, learning_rate=0.01, kmeans_iterations=5
 )
+# The same for ``hf-lowbit calibrate`` (k-means iterations have no flag).
+FLAGS = ["--sequences=4", "--sequence-length=96", "--epochs=1", "--learning-rate=0.01", "--recent-window=8", "--quiet"]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -54,7 +57,7 @@ def build_model(seed: int = 0, **changes) -> OuroForCausalLM:
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
-        model.lm_head.weight[0] = -1.0  # seldom ends by itself
+        model.lm_head.weight[0] = 0.0  # logit 0 is never the largest of 257: generations do not end by themselves
     return model.eval()
 
 

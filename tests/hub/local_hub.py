@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+
 DATE = "2026-01-01T00:00:00.000Z"
 
 
@@ -117,12 +118,16 @@ class _Handler(BaseHTTPRequestHandler):
             case ["api", "validate-yaml"]:
                 return self._send(200, {"errors": [], "warnings": []})
             case ["api", "whoami-v2"] if self._authorized:
-                return self._send(200, {"type": "user", "name": self.hub.user, "orgs": [], "auth": {"type": "access_token"}})
+                return self._send(
+                    200, {"type": "user", "name": self.hub.user, "orgs": [], "auth": {"type": "access_token"}}
+                )
             case ["api", "repos", "create"] if self._authorized:
                 return self._create(json.loads(body))
             case ["api", "models", owner, name, *rest]:
                 return self._model(f"{owner}/{name}", [unquote(part) for part in rest], body)
-            case [_, repository, "info", "lfs", "objects", "batch"] if repository.endswith(".git") and self._authorized:
+            case [_, repository, "info", "lfs", "objects", "batch"] if (
+                repository.endswith(".git") and self._authorized
+            ):
                 return self._lfs_batch(json.loads(body))
             case [owner, name, "resolve", revision, *path]:
                 return self._file(f"{owner}/{name}", unquote(revision), "/".join(map(unquote, path)))
@@ -136,7 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         if repo_id in self.hub.repos:
             return self._send(409, {"error": "You already created this model repo", **answer})
         self.hub.repos[repo_id] = Repo()
-        self.hub.repos[repo_id].commit({".gitattributes": Blob(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n")})
+        self.hub.repos[repo_id].commit(
+            {".gitattributes": Blob(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n")}
+        )
         self._send(200, answer)
 
     def _model(self, repo_id: str, rest: list[str], body: bytes) -> None:
@@ -151,7 +158,14 @@ class _Handler(BaseHTTPRequestHandler):
         match self.command, verb:
             case "GET", "revision":
                 siblings = [{"rfilename": name} for name in sorted(files)]
-                info = {"_id": oid[:24], "id": repo_id, "modelId": repo_id, "sha": oid, "siblings": siblings, "tags": []}
+                info = {
+                    "_id": oid[:24],
+                    "id": repo_id,
+                    "modelId": repo_id,
+                    "sha": oid,
+                    "siblings": siblings,
+                    "tags": [],
+                }
                 info |= {"private": False, "gated": False, "disabled": False, "downloads": 0, "likes": 0}
                 return self._send(200, info | {"lastModified": DATE, "createdAt": DATE})
             case "GET", "tree":
@@ -161,7 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(200, [_entry(name, files[name]) for name in wanted if name in files])
             case "POST", "preupload" if self._authorized:
                 modes = [
-                    {"path": f["path"], "uploadMode": _mode(f), "shouldIgnore": False} for f in json.loads(body)["files"]
+                    {"path": f["path"], "uploadMode": _mode(f), "shouldIgnore": False}
+                    for f in json.loads(body)["files"]
                 ]
                 return self._send(200, {"files": modes})
             case "POST", "commit" if self._authorized:
@@ -190,7 +205,9 @@ class _Handler(BaseHTTPRequestHandler):
                     files.pop(value["path"], None)
         oid = repo.commit(files)
         url = f"{self.hub.endpoint}/{repo_id}/commit/{oid}"
-        self._send(200, {"success": True, "commitOid": oid, "commitUrl": url, "pullRequestUrl": None, "hookOutput": ""})
+        self._send(
+            200, {"success": True, "commitOid": oid, "commitUrl": url, "pullRequestUrl": None, "hookOutput": ""}
+        )
 
     def _lfs_batch(self, request: dict[str, Any]) -> None:
         objects = []

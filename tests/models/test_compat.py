@@ -11,6 +11,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from hf_lowbit import compat
 
 
+pytestmark = pytest.mark.compat
+
+
 def test_names_agree_with_the_release():
     expected = "cache" if compat.TRANSFORMERS_VERSION >= Version("5.24.0") else "past_key_values"
     assert compat.CACHE_ARG == expected

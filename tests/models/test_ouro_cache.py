@@ -10,6 +10,8 @@ from hf_lowbit.compat import CACHE_ARG, cache_kwargs, get_cache
 from hf_lowbit.models import extend_cache
 
 
+pytestmark = pytest.mark.compat
+
 TOLERANCE = {"atol": 2e-5, "rtol": 1e-5}
 GREEDY = {"do_sample": False, "max_new_tokens": 9}
 
@@ -155,21 +157,32 @@ def test_chunked_prefill(make_model, ids, implementation):
     assert torch.equal(chunked, expected)
 
 
-@pytest.mark.parametrize("backend, package", [("quanto", "optimum.quanto"), ("hqq", "hqq")])
-def test_quantized_cache(make_model, ids, backend, package):
+def backend_is_there(backend: str) -> bool:
+    if backend == "fp8":
+        return CACHE_ARG == "cache"  # built in, since transformers 5.24
     try:
-        found = importlib.util.find_spec(package) is not None
+        return importlib.util.find_spec({"quanto": "optimum.quanto", "hqq": "hqq"}[backend]) is not None
     except ModuleNotFoundError:
-        found = False
-    if not found:
-        pytest.skip(f"{package} is not installed")
+        return False
+
+
+@pytest.mark.parametrize("backend", ["quanto", "hqq", "fp8"])
+def test_quantized_cache(make_model, ids, backend):
+    if not backend_is_there(backend):
+        pytest.skip(f"the {backend} cache is not installed")
     model = make_model(total_ut_steps=2)
-    config = {"backend": backend, "nbits": 4, "q_group_size": 16, "residual_length": 64}
+    config = {"backend": backend}
+    if backend != "fp8":
+        config |= {"nbits": 4, "q_group_size": 16, "residual_length": 64}
     if backend == "hqq":
         config |= {"axis_key": 1, "axis_value": 1}
-    # Nothing has left the residual yet except the prompt; the first token comes from exact keys.
-    out = model.generate(ids, cache_implementation="quantized", cache_config=config, **GREEDY)
-    assert torch.equal(out[:, :14], model.generate(ids, **GREEDY)[:, :14])
+    out = model.generate(
+        ids, cache_implementation="quantized", cache_config=config, return_dict_in_generate=True, **GREEDY
+    )
+    # These caches lose precision, except in the prefill, which attends to exact keys: the first new token is the same.
+    assert torch.equal(out.sequences[:, :14], model.generate(ids, **GREEDY)[:, :14])
+    assert len(get_cache(out).layers) == 4
+    assert {int(layer.get_seq_length()) for layer in get_cache(out).layers} == {21}
 
 
 def test_extend_cache(make_model, ids):
@@ -228,3 +241,13 @@ def test_static_cache_compiles(make_model, ids):
         mask = {"full_attention": (torch.arange(64) <= 12)[None, None, None].expand(2, 1, 1, 64)}
         logits = step(ids[:, 12:], attention_mask=mask, position_ids=torch.tensor([[12]]), cache=cache).logits
     torch.testing.assert_close(logits, expected[:, 12:], **TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", [None, "static"], ids=["dynamic", "static"])
+def test_generate_extends_before_the_first_forward(make_model, ids, implementation):
+    # On GPUs forward is compiled for static caches: the list of slots must not grow inside it.
+    model = make_model(total_ut_steps=3)
+    slots = []
+    model.register_forward_pre_hook(lambda m, a, kwargs: slots.append(len(kwargs[CACHE_ARG].layers)), with_kwargs=True)
+    model.generate(ids, cache_implementation=implementation, **GREEDY)
+    assert set(slots) == {6} and len(slots) == 9

@@ -9,6 +9,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from hf_lowbit.models.ouro import OuroConfig, OuroForCausalLM, OuroModel
 
 
+pytestmark = pytest.mark.compat
+
+
 HUB_CONFIGS = {"ouro_1.4b": 24, "ouro_2.6b": 48, "ouro_2.6b_thinking": 48}
 
 
@@ -132,6 +135,7 @@ def test_save_and_load(make_model, ids, tmp_path, tied):
     assert not (tmp_path / "modeling_ouro.py").exists()
 
 
+@pytest.mark.shared
 def test_hub_style_checkpoint_loads_completely(looped_mini):
     model, report = AutoModelForCausalLM.from_pretrained(looped_mini, output_loading_info=True)
     assert type(model) is OuroForCausalLM and model.dtype == torch.bfloat16
@@ -142,6 +146,7 @@ def test_hub_style_checkpoint_loads_completely(looped_mini):
         assert model(ids).logits.isfinite().all()
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_hub_style_checkpoint_equals_the_reference(looped_mini, attn):
     import ouro_reference as reference

@@ -110,7 +110,9 @@ def test_generate_takes_exit_arguments(case, ids):
     assert torch.equal(out[:, -1], logits[:, -1, 1].argmax(-1))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"exit_at_step": 0}, {"exit_threshold": 0.3}], ids=["", "step", "threshold"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"exit_at_step": 0}, {"exit_threshold": 0.3}], ids=["", "step", "threshold"]
+)
 def test_labels_give_the_expected_logits_and_their_loss(case, ids, arguments):
     model, _, states, gates, head = case
     expected = reference.expected_logits(states, gates, head)

@@ -8,6 +8,8 @@ from hf_lowbit.models.ouro.modeling_ouro import apply_rotary_pos_emb
 from hf_lowbit.protocols import KVAttention
 
 
+pytestmark = pytest.mark.compat
+
 TOLERANCE = {"atol": 2e-5, "rtol": 1e-5}
 
 
@@ -161,7 +163,9 @@ def test_gradients_through_all_loops(make_model, ids, checkpointing):
     # with checkpointing every layer is replayed, through the KVAttention and with the step it had
     assert sorted(calls) == sorted([(u, i) for u in range(3) for i in range(2)] * (2 if checkpointing else 1))
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            parameter.grad, expected[name], atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_generate_with_a_kv_attention_object(make_model, ids):

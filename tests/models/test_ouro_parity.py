@@ -82,9 +82,7 @@ def test_logits_to_keep(make_model, ids, keep):
 def test_inputs_embeds(make_model, ids):
     model = make_model()
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits
-        )
+        torch.testing.assert_close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits)
     with pytest.raises(ValueError, match="exactly one"):
         model()
 

@@ -32,6 +32,8 @@ class OuroConfig(PreTrainedConfig):
         sliding_window, use_sliding_window, max_window_layers: kept for the hub's files. Only full attention is
             implemented, so `use_sliding_window=True` is an error; an unused `sliding_window` becomes None.
         layer_types (`list[str]`, *optional*): one `"full_attention"` per physical layer; filled in when None.
+        num_key_value_heads (`int`, *optional*): `num_attention_heads` when None (the hub class says 32, which is the same
+            for its default of 32 heads).
         rope_parameters (`dict`, *optional*): transformers-5 RoPE settings; hub `rope_theta` and `rope_scaling` are
             merged into it.
 
@@ -65,7 +67,7 @@ class OuroConfig(PreTrainedConfig):
     intermediate_size: int = 22016
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = 32
+    num_key_value_heads: int | None = None
     head_dim: int | None = None
     hidden_act: str = "silu"
     max_position_embeddings: int = 32768

@@ -12,8 +12,9 @@ Follows transformers' Llama model. What is different:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,7 +111,7 @@ class ExitRule:
         exit_threshold: float | None,
         use_weighted_exit: bool,
         use_hub_exit_rule: bool,
-    ) -> "ExitRule":
+    ) -> ExitRule:
         step = config.early_exit_step if exit_at_step is None else exit_at_step
         threshold = config.early_exit_threshold if exit_threshold is None else exit_threshold
         # At 1.0 the hub code still compares, and in bf16 a cumulative probability above ~0.998 *is* 1.0, so some tokens
@@ -358,8 +359,8 @@ class OuroModel(OuroPreTrainedModel):
             exit_at_step: 0-based; `config.early_exit_step` if None. Out of range (for example -1) means "not set".
             exit_threshold: `config.early_exit_threshold` if None.
             use_weighted_exit: see above.
-            use_hub_exit_rule: reproduce the hub code to the bit: probabilities in the gate's dtype instead of fp32, and
-                the threshold branch is taken at 1.0 too. In bf16 some tokens then leave early although the threshold is
+            use_hub_exit_rule: choose as the hub code does: probabilities in the gate's dtype instead of fp32, and the
+                threshold branch is taken at 1.0 too. In bf16 some tokens then leave early although the threshold is
                 1.0, and `use_weighted_exit` has no effect.
             output_loop_states: also return every loop's hidden state and gate (T times the memory).
             kwargs: `output_hidden_states`, `output_attentions`, and whatever the attention function takes.

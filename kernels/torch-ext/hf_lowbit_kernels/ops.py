@@ -83,6 +83,8 @@ def vq_decode_attention(
     softmax, sums and rotations are fp32. A row alone equals the row in any batch, bit for bit. A row of length 0 gives
     zeros.
 
+    The kernel's bits also follow from 16-byte alignment of data pointers and strides, which fresh tensors have.
+
     Args:
         query: ``[B, Hq, D]`` after RoPE, bf16, fp16 or fp32. Query head h uses kv head ``h // (Hq // H)``.
         k_codes, v_codes: uint8 ``[B, P, H, 8, NG]``; the inner three dimensions contiguous. Keys are before RoPE.
@@ -107,7 +109,8 @@ def vq_decode_attention(
     """
     name = _choose(backend, *_attention_backend_of(query, k_window), query.device)
     _check_attention(
-        query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded, rope, sinks, max_coded, num_splits
+        query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded,
+        rope, sinks, max_coded, num_splits,
     )  # fmt: skip
     run = vq_decode_attention_triton if name == "triton" else vq_decode_attention_reference
     return run(
@@ -169,13 +172,15 @@ def _interpreted() -> bool:
 
 
 def _check_attention(
-    query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded, rope, sinks, max_coded, num_splits
-) -> None:
+    query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded,
+    rope, sinks, max_coded, num_splits,
+) -> None:  # fmt: skip
     _require(query.dim() == 3, "query", query, "[B, Hq, D]")
     batch, query_heads, head_dim = query.shape
     _require(k_window.dim() == 4 and k_window.shape == v_window.shape, "k_window", k_window, "[B, H, S + R, D], as v")
     heads, slots = k_window.shape[1:3]
-    _require(k_window.shape == (batch, heads, slots, head_dim), "k_window", k_window, f"[{batch}, H, S + R, {head_dim}]")
+    window_shape = (batch, heads, slots, head_dim)
+    _require(k_window.shape == window_shape, "k_window", k_window, f"[{batch}, H, S + R, {head_dim}]")
     if query_heads % heads:
         raise ValueError(f"query has {query_heads} heads, which is no multiple of the {heads} kv heads.")
     if slots <= sinks:
@@ -211,7 +216,9 @@ def _check_attention(
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; the last dimension must be contiguous.")
     if rope.offset != sinks:
-        raise ValueError(f"rope was built for offset {rope.offset}, but sinks is {sinks}; build it with offset={sinks}.")
+        raise ValueError(
+            f"rope was built for offset {rope.offset}, but sinks is {sinks}; build it with offset={sinks}."
+        )
     if rope.offset_cos.shape[1] * 2 != head_dim:
         raise ValueError(f"rope was built for head_dim {rope.offset_cos.shape[1] * 2}, the query has {head_dim}.")
     if num_splits is not None and num_splits < 1:

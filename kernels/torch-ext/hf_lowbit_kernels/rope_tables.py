@@ -73,7 +73,7 @@ class RopeTables:
         )
 
     def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact cos and sin at ``positions`` (int ``[n]``): two ``[n, D/2]`` of ``dtype``, scaled. For the reference."""
+        """For the reference: exact, scaled cos and sin at ``positions`` (int ``[n]``), two ``[n, D/2]``."""
         angles = positions.to(torch.float64)[:, None] * self.inv_freq.to(positions.device)
         scaling = self.attention_scaling
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

@@ -90,7 +90,8 @@ def vq_decode_attention_triton(
     parts = 1 + code_programs
 
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    scratch = torch.empty(batch * query_heads * parts, head_dim + STATS.value, dtype=torch.float32, device=query.device)
+    partials = (batch * query_heads * parts, head_dim + STATS.value)
+    scratch = torch.empty(partials, dtype=torch.float32, device=query.device)
     grid = (head_block + code_programs, heads * triton.cdiv(group, head_block), batch)
     _split_kernel[grid](
         query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded,
@@ -158,13 +159,14 @@ def _split_kernel(
         end = tl.minimum(begin + share, coded)
         if begin < end:
             table_offset = head * (GROUPS * 256 * C)
+            first_part = (head * GROUP + first_query).to(tl.int64) * parts + 1
             _code_part(
                 query + (head * GROUP + first_query) * stride_qh,
                 k_codes + row * stride_kcb + head * (8 * GROUPS),
                 v_codes + row * stride_vcb + head * (8 * GROUPS),
                 k_table + table_offset, v_table + table_offset,
                 begin, end, GROUP - first_query, base_cos, base_sin, offset_cos, offset_sin,
-                scratch + ((head * GROUP + first_query).to(tl.int64) * parts + 1 + part - HEAD_BLOCK) * (2 * HALF + STATS),
+                scratch + (first_part + part - HEAD_BLOCK) * (2 * HALF + STATS),
                 scale, rope_shift, stride_qh, stride_kcp, stride_vcp, parts,
                 SINKS, ROPE_TILE, HEAD_BLOCK, HALF, GROUPS, C, RUN, RUNS, RUNS_PAD, TOKENS,
             )  # fmt: skip
@@ -179,10 +181,14 @@ def _code_part(
 ):  # fmt: skip
     """Coded tokens [begin, end) against HEAD_BLOCK query heads of one kv head.
 
-    Tensors are [rows, runs, RUN]. A row is a (token, query head) pair with the head innermost, so that the lanes that
+    Tensors are [runs, rows, RUN]. A row is a (token, query head) pair with the head innermost, so that the lanes that
     share a token issue the same table address. A run is RUN neighbouring channels of one entry, hence one vector load
     (8 bytes at c = 4). `1` and `2` are the two RoPE halves. Each row keeps its own softmax state: nothing crosses rows
-    or warps until the end.
+    until the end.
+
+    Runs come first because the compiler spreads the lanes of a warp over the leading dimension first: a warp then owns
+    its rows (the score is a shuffle, no barrier), reads a token's codes as neighbouring bytes, and every thread meets
+    several rows per tile, which share the query's base rotation.
     """
     ROWS: tl.constexpr = TOKENS * HEAD_BLOCK
     token = tl.arange(0, ROWS) // HEAD_BLOCK
@@ -193,43 +199,48 @@ def _code_part(
     if RUNS_PAD != RUNS:
         # Padded runs look up run 0; their query is 0, and their output is not stored.
         s = tl.where(s < RUNS, s, 0)
-    group1 = (s * RUN) // C
-    group2 = (s * RUN + HALF) // C
-    entry1 = (group1 * (256 * C) + (s * RUN) % C)[None, :]
-    entry2 = (group2 * (256 * C) + (s * RUN + HALF) % C)[None, :]
+    group1 = ((s * RUN) // C)[:, None]
+    entry1 = group1 * (256 * C) + ((s * RUN) % C)[:, None]
+    if HALF % C == 0:
+        # A constant distance, which the compiler folds into the load instead of forming a second address.
+        group2 = group1 + HALF // C
+        entry2 = entry1 + HALF * 256
+    else:
+        group2 = ((s * RUN + HALF) // C)[:, None]
+        entry2 = group2 * (256 * C) + ((s * RUN + HALF) % C)[:, None]
 
     if HEAD_BLOCK == 1:
-        q1 = tl.load(query + channel, mask=live, other=0.0).to(tl.float32)[None, :, :] * scale
-        q2 = tl.load(query + HALF + channel, mask=live, other=0.0).to(tl.float32)[None, :, :] * scale
+        q1 = tl.load(query + channel, mask=live, other=0.0).to(tl.float32)[:, None, :] * scale
+        q2 = tl.load(query + HALF + channel, mask=live, other=0.0).to(tl.float32)[:, None, :] * scale
     else:
         in_block = tl.arange(0, ROWS) % HEAD_BLOCK
-        q_ptr = query + (in_block * stride_qh)[:, None, None] + channel[None, :, :]
-        q_live = (in_block < live_heads)[:, None, None] & live[None, :, :]
+        q_ptr = query + (in_block * stride_qh)[None, :, None] + channel[:, None, :]
+        q_live = (in_block < live_heads)[None, :, None] & live[:, None, :]
         q1 = tl.load(q_ptr, mask=q_live, other=0.0).to(tl.float32) * scale
         q2 = tl.load(q_ptr + HALF, mask=q_live, other=0.0).to(tl.float32) * scale
 
-    offsets = token[:, None, None] * HALF + channel[None, :, :]
-    cos = tl.load(offset_cos + offsets, mask=live[None, :, :], other=0.0)
-    sin = tl.load(offset_sin + offsets, mask=live[None, :, :], other=0.0)
+    offsets = token[None, :, None] * HALF + channel[:, None, :]
+    cos = tl.load(offset_cos + offsets, mask=live[:, None, :], other=0.0)
+    sin = tl.load(offset_sin + offsets, mask=live[:, None, :], other=0.0)
 
     in_tile = (token % 8) * GROUPS
-    k_rel = (token // 8) * stride_kcp + in_tile
-    v_rel = (token // 8) * stride_vcp + in_tile
+    k_rel = ((token // 8) * stride_kcp + in_tile)[None, :]
+    v_rel = ((token // 8) * stride_vcp + in_tile)[None, :]
 
     # Finite, so that a row that has seen no token yet gives exp2(0) and not NaN.
     row_max = tl.full([ROWS], -1.0e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    acc1 = tl.zeros([ROWS, RUNS_PAD, RUN], tl.float32)
-    acc2 = tl.zeros([ROWS, RUNS_PAD, RUN], tl.float32)
+    acc1 = tl.zeros([RUNS_PAD, ROWS, RUN], tl.float32)
+    acc2 = tl.zeros([RUNS_PAD, ROWS, RUN], tl.float32)
     for start in range(begin, end, TOKENS):
         valid = start + token < end
         page = tl.cast(start // 8, tl.int64)
-        kc = k_codes + page * stride_kcp + k_rel[:, None]
-        vc = v_codes + page * stride_vcp + v_rel[:, None]
-        k_code1 = tl.load(kc + group1[None, :], mask=valid[:, None], other=0).to(tl.int32)
-        k_code2 = tl.load(kc + group2[None, :], mask=valid[:, None], other=0).to(tl.int32)
-        v_code1 = tl.load(vc + group1[None, :], mask=valid[:, None], other=0).to(tl.int32)
-        v_code2 = tl.load(vc + group2[None, :], mask=valid[:, None], other=0).to(tl.int32)
+        k_ptr = k_codes + page * stride_kcp + (k_rel + group1)
+        v_ptr = v_codes + page * stride_vcp + (v_rel + group1)
+        k_code1 = tl.load(k_ptr, mask=valid[None, :], other=0).to(tl.int32)
+        k_code2 = tl.load(k_ptr + (group2 - group1), mask=valid[None, :], other=0).to(tl.int32)
+        v_code1 = tl.load(v_ptr, mask=valid[None, :], other=0).to(tl.int32)
+        v_code2 = tl.load(v_ptr + (group2 - group1), mask=valid[None, :], other=0).to(tl.int32)
 
         k1 = tl.load(k_table + (k_code1 * C + entry1)[:, :, None] + m[None, None, :]).to(tl.float32)
         k2 = tl.load(k_table + (k_code2 * C + entry2)[:, :, None] + m[None, None, :]).to(tl.float32)
@@ -237,19 +248,19 @@ def _code_part(
         v2 = tl.load(v_table + (v_code2 * C + entry2)[:, :, None] + m[None, None, :]).to(tl.float32)
 
         base = ((start + SINKS + rope_shift) // ROPE_TILE) * HALF + channel
-        cos_b = tl.load(base_cos + base, mask=live, other=0.0)[None, :, :]
-        sin_b = tl.load(base_sin + base, mask=live, other=0.0)[None, :, :]
+        cos_b = tl.load(base_cos + base, mask=live, other=0.0)[:, None, :]
+        sin_b = tl.load(base_sin + base, mask=live, other=0.0)[:, None, :]
         q1b = q1 * cos_b + q2 * sin_b
         q2b = q2 * cos_b - q1 * sin_b
         products = k1 * (q1b * cos + q2b * sin) + k2 * (q2b * cos - q1b * sin)
-        score = tl.where(valid, tl.sum(tl.sum(products, 2), 1), float("-inf"))
+        score = tl.where(valid, tl.sum(tl.sum(products, 2), 0), float("-inf"))
 
         new_max = tl.maximum(row_max, score)
         decay = tl.exp2(row_max - new_max)
         weight = tl.exp2(score - new_max)
         row_sum = row_sum * decay + weight
-        acc1 = acc1 * decay[:, None, None] + weight[:, None, None] * v1
-        acc2 = acc2 * decay[:, None, None] + weight[:, None, None] * v2
+        acc1 = acc1 * decay[None, :, None] + weight[None, :, None] * v1
+        acc2 = acc2 * decay[None, :, None] + weight[None, :, None] * v2
         row_max = new_max
 
     # Rows of one query head into one partial.
@@ -257,14 +268,14 @@ def _code_part(
     block_max = tl.max(by_token, 0)  # [HEAD_BLOCK]
     row_weight = tl.exp2(by_token - block_max[None, :])
     block_sum = tl.sum(tl.reshape(row_sum, [TOKENS, HEAD_BLOCK]) * row_weight, 0)
-    row_weight = tl.reshape(row_weight, [ROWS])[:, None, None]
-    out1 = tl.sum(tl.reshape(acc1 * row_weight, [TOKENS, HEAD_BLOCK, RUNS_PAD, RUN]), 0)
-    out2 = tl.sum(tl.reshape(acc2 * row_weight, [TOKENS, HEAD_BLOCK, RUNS_PAD, RUN]), 0)
+    row_weight = tl.reshape(row_weight, [ROWS])[None, :, None]
+    out1 = tl.sum(tl.reshape(acc1 * row_weight, [RUNS_PAD, TOKENS, HEAD_BLOCK, RUN]), 1)
+    out2 = tl.sum(tl.reshape(acc2 * row_weight, [RUNS_PAD, TOKENS, HEAD_BLOCK, RUN]), 1)
 
     block = tl.arange(0, HEAD_BLOCK)
     to = scratch + block * parts * (2 * HALF + STATS)
-    stored = (block < live_heads)[:, None, None] & live[None, :, :]
-    to_out = to[:, None, None] + channel[None, :, :]
+    stored = (block < live_heads)[None, :, None] & live[:, None, :]
+    to_out = to[None, :, None] + channel[:, None, :]
     tl.store(to_out, out1, mask=stored)
     tl.store(to_out + HALF, out2, mask=stored)
     tl.store(to + 2 * HALF, block_max, mask=block < live_heads)
