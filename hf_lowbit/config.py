@@ -30,7 +30,7 @@ class LoopVQConfig:
             A multiple of 8; between W + 1 and W + 8 tokens are kept, as tokens leave in pages of 8.
         prefill_chunk_size: longest piece of a prompt processed at once (tokens). Inside a piece attention is in full
             precision; earlier pieces are read from the cache. Bounds the memory of a prefill.
-        sequences: calibration sequences. A quarter of them is held out to choose the codebooks of the best epoch.
+        sequences: calibration sequences. A quarter of them, at most 8, is held out to choose step size and epoch.
         sequence_length: their length in tokens.
         epochs: passes of end-to-end fine-tuning over the training sequences; 0 keeps the k-means codebooks.
         learning_rate: Adam's step, relative to the RMS of a codebook; "auto" tries ``learning_rates`` for one epoch
@@ -38,7 +38,7 @@ class LoopVQConfig:
         learning_rates: candidates of "auto".
         schedule: "cosine" (down to a tenth over the run) or "constant".
         kmeans_iterations: upper bound; k-means stops earlier once its objective changes by less than 1e-5.
-        kmeans_vectors: at most so many tokens enter k-means (drawn with the seed).
+        kmeans_vectors: at most so many tokens enter k-means (drawn with the seed); 16 x 2048 in the paper.
         seed: seeds k-means, the order of sequences and the draw of tokens.
 
     Raises:

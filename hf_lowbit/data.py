@@ -93,6 +93,17 @@ def read_texts(path: str | Path, limit: int | None = None) -> list[str]:
     return texts
 
 
+def write_texts(path: str | Path, texts: Sequence[str]) -> None:
+    """Write texts as :func:`read_texts` reads them, through a temporary file: all of them or nothing."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        partial.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def read_tasks(path: str | Path, limit: int | None = None) -> list[Task]:
     """The task items of a file, at most the first ``limit`` of each task.
 

@@ -97,6 +97,7 @@ def calibrate(
     config: LowBitConfig | LoopVQConfig,
     *,
     dataset: list[str] | str | os.PathLike,
+    extra_dataset: list[str] | str | os.PathLike | None = None,
     resume_dir: str | os.PathLike | None = None,
     progress: bool = True,
 ) -> CalibrationReport:
@@ -107,6 +108,9 @@ def calibrate(
         tokenizer: for ``dataset``.
         config: what to fit.
         dataset: texts, or the path of a JSONL file of ``{"text": ...}`` lines.
+        extra_dataset: more texts, for fine-tuning only and never held out; all of them are used. Texts sampled from the
+            model itself serve well (:func:`hf_lowbit.sampling.sample_texts`): codebooks of few calibration texts
+            overfit them.
         resume_dir: directory for intermediate states. A calibration that was interrupted goes on there when it is
             called again with the same model, configuration and data.
         progress: show progress bars.
@@ -131,14 +135,16 @@ def calibrate(
             "method, so calibrate the unquantized model."
         )
     LoopSpec.of(model)
-    texts = dataset if isinstance(dataset, (list, tuple)) else read_texts(dataset)
     loopvq = config.loopvq
-    sequences = calibration_sequences(
-        list(texts), tokenizer, loopvq.sequences, loopvq.sequence_length, seed=loopvq.seed
-    )
+    texts = _texts(dataset)
+    sequences = calibration_sequences(texts, tokenizer, loopvq.sequences, loopvq.sequence_length, seed=loopvq.seed)
+    extra = None
+    if extra_dataset is not None:
+        texts = _texts(extra_dataset)
+        extra = calibration_sequences(texts, tokenizer, len(texts), loopvq.sequence_length, seed=loopvq.seed)
     fingerprint = artifact.weights_fingerprint(model)
     codebooks, report = fit(
-        model, loopvq, sequences, fingerprint=fingerprint, resume_dir=resume_dir, progress=progress
+        model, loopvq, sequences, fingerprint=fingerprint, extra=extra, resume_dir=resume_dir, progress=progress
     )
     artifact.detach(model)
     attach_loopvq(model, loopvq, codebooks)
@@ -148,6 +154,10 @@ def calibrate(
     loopvq = dataclasses.replace(loopvq, loop_group_size=codebooks[0].grouping.steps_per_code)
     mark_quantized(model, config.replace(loopvq=loopvq, fingerprint=fingerprint, dataset=None, tokenizer=None))
     return report
+
+
+def _texts(dataset) -> list[str]:
+    return list(dataset) if isinstance(dataset, (list, tuple)) else read_texts(dataset)
 
 
 def mark_quantized(model, config: LowBitConfig) -> None:

@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", required=True, type=Path, metavar="F.jsonl", help='calibration texts, {"text"} a line'
     )
+    parser.add_argument(
+        "--extra-data",
+        type=Path,
+        metavar="F.jsonl",
+        help="more texts, for fine-tuning only (as `hf-lowbit sample` writes them); all are used",
+    )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder of the artifact")
     parser.add_argument("--overwrite", action="store_true", help="replace an output folder that is not empty")
     add_method_arguments(parser)
@@ -47,6 +53,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learning-rate", type=_rate, metavar="X", help='a number, or "auto" to choose on held-out KL'
     )
+    parser.add_argument("--kmeans-vectors", type=int, metavar="N", help="tokens for k-means, at most (default 32768)")
     parser.add_argument("--recent-window", type=int, metavar="N", help="tokens in full precision (default 64)")
 
 
@@ -58,6 +65,7 @@ METHOD_FLAGS = (
     "seed",
     "loop_group_size",
     "learning_rate",
+    "kmeans_vectors",
     "recent_window",
 )
 
@@ -73,8 +81,9 @@ def run(args: argparse.Namespace) -> None:
     # Everything that can be wrong without the model is found before the model is loaded.
     given = {name: getattr(args, name) for name in METHOD_FLAGS}
     config = LowBitConfig(loopvq=LoopVQConfig(**{name: value for name, value in given.items() if value is not None}))
-    common.check_output_folder(args.output, args.overwrite)
-    resume_dir = args.output.with_name(args.output.name + ".resume")
+    output = args.output.resolve()  # "." and links have names of their own
+    common.check_output_folder(output, args.overwrite)
+    resume_dir = output.with_name(output.name + ".resume")
     kept = _has_files(resume_dir)
     if kept and not (args.resume or args.overwrite):
         raise FileExistsError(
@@ -82,6 +91,7 @@ def run(args: argparse.Namespace) -> None:
             "anew"
         )
     texts = read_texts(args.data)
+    extra = read_texts(args.extra_data) if args.extra_data else None
     tokenizer = common.load_tokenizer(args.model)
     model = common.load_model(args.model, args.device, args.dtype)
 
@@ -90,9 +100,15 @@ def run(args: argparse.Namespace) -> None:
         kept = False
     try:
         report = calibrate(
-            model, tokenizer, config, dataset=texts, resume_dir=str(resume_dir), progress=not args.quiet
+            model,
+            tokenizer,
+            config,
+            dataset=texts,
+            extra_dataset=extra,
+            resume_dir=str(resume_dir),
+            progress=not args.quiet,
         )
-        save_artifact(model, tokenizer, report, args.output, args.overwrite, base_model=args.model)
+        save_artifact(model, tokenizer, report, output, args.overwrite, base_model=args.model)
     except BaseException as error:
         # Wrong input leaves nothing worth continuing, unless an earlier run did (say, with other settings).
         if not kept and (isinstance(error, (ValueError, TypeError)) or not _has_files(resume_dir)):

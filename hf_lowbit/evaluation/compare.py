@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def evaluate(
         run = {"batch_size": batch_size, "progress": progress}
         # A short untimed generation each: kernels are compiled and memory is allocated before the clock starts.
         for name, config in (("dynamic", None), (cache_implementation, options)):
-            _warm_up(model, tokenizer, tasks[0], name, config)
+            _warm_up(model, tokenizer, tasks, name, config, batch_size)
         reference = generate_greedily(model, tokenizer, tasks, "dynamic", **run)
         other = generate_greedily(model, tokenizer, tasks, cache_implementation, cache_config=options, **run)
         full |= _task_metrics(tasks, reference, reference)
@@ -152,9 +153,19 @@ def _task_metrics(tasks: Sequence[Task], reference: Generations, own: Generation
     }
 
 
-def _warm_up(model: PreTrainedModel, tokenizer: Any, task: Task, name: str, config: dict[str, Any] | None) -> None:
-    short = Task(task.task, task.prompt, None, 2, task.answer)
-    generate_greedily(model, tokenizer, [short], name, cache_config=config, batch_size=1, progress=False)
+def _warm_up(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    name: str,
+    config: dict[str, Any] | None,
+    batch_size: int,
+) -> None:
+    """Two tokens after the longest prompts: a full batch on a GPU, whose kernels are compiled by shape, else one row."""
+    count = batch_size if model.device.type == "cuda" else 1
+    longest = sorted(tasks, key=lambda task: len(task.prompt), reverse=True)[:count]
+    short = [replace(task, max_new_tokens=2) for task in longest]
+    generate_greedily(model, tokenizer, short, name, cache_config=config, batch_size=batch_size, progress=False)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ class CalibrationReport:
 
     Attributes:
         config: the LoopVQConfig as a dict.
+        sequences: how many sequences were used for k-means, fine-tuning and holding out.
         grouping: T, T_c, G, c, NG and nB.
         seconds: wall time by stage.
         step_share: share of each loop step in the squared gradient, for keys and values.
@@ -44,6 +45,7 @@ class CalibrationReport:
 
     config: dict[str, Any]
     grouping: dict[str, int]
+    sequences: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     step_share: dict[str, list[float]] = field(default_factory=dict)
     effective_points: float = 0.0
@@ -101,10 +103,17 @@ def _frozen(model):
             parameter.requires_grad_(requires.get(name, False))
 
 
+MAX_HELD_OUT = 8
+
+
 def split(sequences: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A quarter of the sequences (at least one) is held out, drawn with the seed; returns (train, held_out)."""
+    """A quarter of the sequences (at least one, at most 8) is held out, drawn with the seed: (train, held_out).
+
+    Nothing is fitted to the held-out ones, k-means included: on sequences it has seen, k-means looks better than it is,
+    and fine-tuning would be stopped too early.
+    """
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))
-    count = max(1, len(sequences) // 4)
+    count = min(MAX_HELD_OUT, max(1, len(sequences) // 4))
     return sequences[order[count:]], sequences[order[:count]]
 
 
@@ -114,6 +123,7 @@ def fit(
     sequences: torch.Tensor,
     *,
     fingerprint: str,
+    extra: torch.Tensor | None = None,
     resume_dir: str | None = None,
     progress: bool = True,
 ) -> tuple[list[LoopVQCodebook], CalibrationReport]:
@@ -122,8 +132,9 @@ def fit(
     Args:
         model: looped causal LM in full precision; it is left as it was.
         config: what to fit.
-        sequences: token ids int64 ``[N, n]``, unpadded.
+        sequences: token ids int64 ``[N, n]``, unpadded; a part is held out (:func:`split`).
         fingerprint: of the model's weights; a resumed calibration must have the same.
+        extra: more sequences ``[M, n]`` for fine-tuning only, never held out (texts the model wrote itself, say).
         resume_dir: directory for intermediate states; an interrupted calibration with the same arguments goes on there.
         progress: show progress bars.
 
@@ -141,10 +152,16 @@ def fit(
             f"calibration needs at least 2 sequences of at least {shortest} tokens (sinks + window + two pages), so that "
             f"some tokens are coded; got {tuple(sequences.shape)}."
         )
+    if extra is not None and (extra.ndim != 2 or extra.shape[1] != sequences.shape[1]):
+        raise ValueError(
+            f"extra sequences {tuple(extra.shape)} must be as long as the others, {sequences.shape[1]} tokens."
+        )
+    train, held_out = split(sequences, config.seed)
+    tuning = train if extra is None else torch.cat([train, extra])
     key = {
         "config": config.to_dict(),
         "fingerprint": fingerprint,
-        "data": hashlib.sha256(sequences.contiguous().numpy().tobytes()).hexdigest(),
+        "data": hashlib.sha256(torch.cat([tuning, held_out]).numpy().tobytes()).hexdigest(),
     }
     checkpoints = Checkpoints(resume_dir, key)
     report = CalibrationReport(
@@ -157,17 +174,17 @@ def fit(
             "groups": grouping.groups,
             "blocks": grouping.blocks,
         },
+        sequences={"kmeans": len(train), "fine-tuning": len(tuning), "held_out": len(held_out)},
     )
 
     def bar(iterable, desc):
         return tqdm(iterable, desc=desc, disable=not progress, leave=False)
 
     with _frozen(model):
-        start = _kmeans(model, spec, grouping, config, sequences, report, checkpoints, bar)
-        train, held_out = split(sequences, config.seed)
+        start = _kmeans(model, spec, grouping, config, train, report, checkpoints, bar)
         began = time.perf_counter()
         tuner = Finetuner(
-            model, spec, grouping, config, train, held_out, bar, checkpoints.save, checkpoints.load
+            model, spec, grouping, config, tuning, held_out, bar, checkpoints.save, checkpoints.load
         )
         tuned = tuner.run(start)
         report.seconds["fine-tuning"] = time.perf_counter() - began
