@@ -1,6 +1,7 @@
 # make demo      set up .venv and run the main job on the embedded model
 # make test      set up .venv and run the suite, then again on the oldest supported transformers
 # make test-gpu  the whole suite with this machine's own python and packages (needs CUDA)
+# make bench-kernels  time the kernels against PyTorch's attention (needs CUDA)
 # make lint      ruff
 # make clean     remove what these targets made
 
@@ -12,7 +13,7 @@ OLDEST := $(VENV)/oldest-$(OLDEST_TRANSFORMERS)
 TEST_ENV := env -u CUDA_VISIBLE_DEVICES OMP_NUM_THREADS=1 TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-latest test-oldest test-gpu lint format clean
+.PHONY: demo test test-latest test-oldest test-gpu bench-kernels lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-lowbit demo
@@ -27,6 +28,9 @@ test-oldest: $(VENV)/.installed $(OLDEST)/.installed
 
 test-gpu:
 	PYTHONPATH=.:kernels/torch-ext $(PYTHON) -m pytest -m "gpu or not gpu" $(PYTEST_ARGS)
+
+bench-kernels:
+	PYTHONPATH=kernels/torch-ext $(PYTHON) kernels/benchmarks/bench_vq_attention.py --json docs/benchmarks/vq_attention.json
 
 lint: $(VENV)/.linter
 	$(BIN)/ruff check .

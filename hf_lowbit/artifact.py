@@ -44,7 +44,10 @@ def weights_fingerprint(model) -> str:
         digest.update(f"{name} {tuple(parameter.shape)} {first} {second}\n".encode())
     config = base.config
     structure = {name: getattr(config, name, None) for name in _STRUCTURE}
-    structure["rope"] = getattr(config, "rope_parameters", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    structure |= {f"rope.{name}": value for name, value in rope.items()}
+    # 10000 and 10000.0, or a default spelled out as None, are the same setting.
+    structure = {k: float(v) if isinstance(v, (int, float)) else v for k, v in structure.items() if v is not None}
     digest.update(json.dumps(structure, sort_keys=True, default=str).encode())
     return digest.hexdigest()
 
@@ -85,6 +88,10 @@ def validate(model) -> None:
     for layer, codebook in enumerate(loopvq_codebooks(model)):
         for side in SIDES:
             table = getattr(codebook, f"{side}_table").view(torch.float16)
+            if codebook.has_metric:
+                weights = getattr(codebook, f"{side}_metric").view(torch.float16)
+                if not torch.isfinite(weights).all() or not (weights > 0).all():
+                    raise ValueError(f"the {side} metric of layer {layer} is not positive; the artifact is damaged.")
             if not torch.isfinite(table).all():
                 raise ValueError(f"the {side} codebook of layer {layer} holds NaN or Inf; the artifact is damaged.")
             if bool((table == table.flatten()[0]).all()):
@@ -112,22 +119,25 @@ def expected_tensors(model) -> dict[str, tuple[int, ...]]:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, LoopVQCodebook):
-            for side in SIDES:
-                found[f"{name}.{side}_table"] = tuple(getattr(module, f"{side}_table").shape)
+            for buffer_name, buffer in module.named_buffers():
+                found[f"{name}.{buffer_name}"] = tuple(buffer.shape)
     if FINGERPRINT in model._buffers:
         found[FINGERPRINT] = (32,)
     return found
 
 
 def describe(model) -> dict[str, Any]:
-    """What a calibrated model holds: configuration, fingerprint, and shape and bytes of each layer's codebooks."""
+    """What a calibrated model holds: configuration, fingerprint, and shape of each layer's tables and bytes of its
+    buffers."""
     config = lowbit_config(model)
     layers = [
         {
             "layer": layer,
             "shape": list(codebook.key_table.shape),
-            "key_bytes": codebook.key_table.nbytes,
-            "value_bytes": codebook.value_table.nbytes,
+            **{
+                f"{side}_bytes": sum(b.nbytes for name, b in codebook.named_buffers() if name.startswith(side))
+                for side in SIDES
+            },
             "device": str(codebook.device),
         }
         for layer, codebook in enumerate(loopvq_codebooks(model))

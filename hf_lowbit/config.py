@@ -25,11 +25,13 @@ class LoopVQConfig:
         bits: bits per cached element over the coded region: 2, 1, 0.5 or 0.25 (G = 4, 8, 16, 32).
         loop_group_size: ``T_c``, the loop steps that share one code. None takes the largest of 4, 2, 1 that divides
             both the model's loop count and G. 1 codes every step by itself (CQ).
+        encoder_metric: "fisher" lets the encoder weight each coordinate (channel of a step) by its squared gradient, so
+            that codes spend their bits where the model is sensitive; "none" is the paper's plain nearest entry.
         sink_tokens: first tokens of each row kept in the model's dtype (8 in the paper). A multiple of 8.
         recent_window: most recent tokens kept in the model's dtype (64 in the paper, 256 for long contexts).
             A multiple of 8; between W + 1 and W + 8 tokens are kept, as tokens leave in pages of 8.
         prefill_chunk_size: longest piece of a prompt processed at once (tokens). Inside a piece attention is in full
-            precision; earlier pieces are read from the cache. Bounds the memory of a prefill.
+            precision; earlier pieces are read from the cache. Keeps a prefill's memory far below a full-precision cache.
         sequences: calibration sequences. A quarter of them, at most 8, is held out to choose step size and epoch.
         sequence_length: their length in tokens.
         epochs: passes of end-to-end fine-tuning over the training sequences; 0 keeps the k-means codebooks.
@@ -38,7 +40,7 @@ class LoopVQConfig:
         learning_rates: candidates of "auto".
         schedule: "cosine" (down to a tenth over the run) or "constant".
         kmeans_iterations: upper bound; k-means stops earlier once its objective changes by less than 1e-5.
-        kmeans_vectors: at most so many tokens enter k-means (drawn with the seed); 16 x 2048 in the paper.
+        kmeans_vectors: at most so many tokens of the training sequences enter k-means (drawn with the seed).
         seed: seeds k-means, the order of sequences and the draw of tokens.
 
     Raises:
@@ -47,6 +49,7 @@ class LoopVQConfig:
 
     bits: float = 0.5
     loop_group_size: int | None = None
+    encoder_metric: str = "fisher"
     sink_tokens: int = 8
     recent_window: int = 64
     prefill_chunk_size: int = 2048
@@ -92,6 +95,8 @@ class LoopVQConfig:
                 raise ValueError(f"learning_rate={self.learning_rate!r} must be 'auto' or a number between 0 and 1.")
         elif not self.learning_rates or not all(0 < x < 1 for x in self.learning_rates):
             raise ValueError(f"learning_rates={self.learning_rates!r} must hold numbers between 0 and 1.")
+        if self.encoder_metric not in ("fisher", "none"):
+            raise ValueError(f"encoder_metric={self.encoder_metric!r} must be 'fisher' or 'none'.")
         if self.schedule not in ("cosine", "constant"):
             raise ValueError(f"schedule={self.schedule!r} must be 'cosine' or 'constant'.")
 

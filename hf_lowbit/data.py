@@ -98,7 +98,8 @@ def write_texts(path: str | Path, texts: Sequence[str]) -> None:
     path = Path(path)
     partial = path.with_name(f".{path.name}.tmp")
     try:
-        partial.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        with (gzip.open if path.suffix == ".gz" else open)(partial, "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -125,7 +126,7 @@ def read_tasks(path: str | Path, limit: int | None = None) -> list[Task]:
 
 
 def calibration_sequences(
-    texts: Sequence[str], tokenizer: Any, n: int, length: int, seed: int = 0
+    texts: Sequence[str], tokenizer: Any, n: int | None, length: int, seed: int = 0
 ) -> torch.LongTensor:
     """Tokenize ``texts`` into calibration sequences.
 
@@ -136,7 +137,7 @@ def calibration_sequences(
     Args:
         texts: the documents.
         tokenizer: a transformers tokenizer.
-        n: number of sequences.
+        n: number of sequences, or None for as many as the texts fill.
         length: tokens of each.
         seed: of the order; the same arguments give the same sequences.
 
@@ -146,6 +147,7 @@ def calibration_sequences(
     Raises:
         ValueError: fewer than ``n`` sequences can be made; the message has the tokens found and needed.
     """
+    wanted, n = n, 1 if n is None else n
     if n < 1 or length < 1:
         raise ValueError(f"need at least one sequence of at least one token, got {n} of {length} tokens")
     if isinstance(texts, str):
@@ -160,7 +162,7 @@ def calibration_sequences(
     pending: list[int] = []  # tokens of short texts, not yet a full sequence
     found = joined = empty = visited = 0
     for index in order:
-        if len(sequences) == n:
+        if len(sequences) == wanted:
             break
         visited += 1
         # Cutting inside the tokenizer avoids its warning about texts longer than the model's context.
@@ -185,7 +187,7 @@ def calibration_sequences(
     if joined:
         logger.warning(
             "%d of %d calibration sequences join texts shorter than %d tokens, with the end-of-text token between them",
-            joined, n, length,
+            joined, len(sequences), length,
         )  # fmt: skip
     if empty:
         logger.warning("%d of %d calibration texts are empty and were skipped", empty, visited)

@@ -108,7 +108,7 @@ def calibrate(
         tokenizer: for ``dataset``.
         config: what to fit.
         dataset: texts, or the path of a JSONL file of ``{"text": ...}`` lines.
-        extra_dataset: more texts, for fine-tuning only and never held out; all of them are used. Texts sampled from the
+        extra_dataset: more texts, for fine-tuning only and never held out; as many sequences as they fill. Texts sampled from the
             model itself serve well (:func:`hf_lowbit.sampling.sample_texts`): codebooks of few calibration texts
             overfit them.
         resume_dir: directory for intermediate states. A calibration that was interrupted goes on there when it is
@@ -140,8 +140,7 @@ def calibrate(
     sequences = calibration_sequences(texts, tokenizer, loopvq.sequences, loopvq.sequence_length, seed=loopvq.seed)
     extra = None
     if extra_dataset is not None:
-        texts = _texts(extra_dataset)
-        extra = calibration_sequences(texts, tokenizer, len(texts), loopvq.sequence_length, seed=loopvq.seed)
+        extra = calibration_sequences(_texts(extra_dataset), tokenizer, None, loopvq.sequence_length, seed=loopvq.seed)
     fingerprint = artifact.weights_fingerprint(model)
     codebooks, report = fit(
         model, loopvq, sequences, fingerprint=fingerprint, extra=extra, resume_dir=resume_dir, progress=progress
@@ -149,7 +148,11 @@ def calibrate(
     artifact.detach(model)
     attach_loopvq(model, loopvq, codebooks)
     artifact.attach_fingerprint(model, fingerprint)
-    artifact.validate(model)
+    try:
+        artifact.validate(model)
+    except BaseException:
+        artifact.detach(model)
+        raise
     # "The largest T_c that fits" must not mean something else to a later release: the artifact names its own.
     loopvq = dataclasses.replace(loopvq, loop_group_size=codebooks[0].grouping.steps_per_code)
     mark_quantized(model, config.replace(loopvq=loopvq, fingerprint=fingerprint, dataset=None, tokenizer=None))

@@ -1,7 +1,7 @@
 """Texts written by the model itself, as more data for fine-tuning codebooks.
 
 Codebooks have millions of entries, and a handful of calibration texts teaches them those texts: training KL goes on
-falling while held-out KL stops (measured in docs/how_it_works.md). A language model is its own source of more text of
+falling while held-out KL stops (numbers in README). A language model is its own source of more text of
 the kind it was trained on.
 """
 

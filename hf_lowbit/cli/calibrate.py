@@ -51,6 +51,9 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--loop-group-size", type=int, metavar="N", help="loop steps per code (default: the most, up to 4)"
     )
     parser.add_argument(
+        "--encoder-metric", metavar="M", help='weights of coordinates in the encoder: "fisher" (default) or "none"'
+    )
+    parser.add_argument(
         "--learning-rate", type=_rate, metavar="X", help='a number, or "auto" to choose on held-out KL'
     )
     parser.add_argument("--kmeans-vectors", type=int, metavar="N", help="tokens for k-means, at most (default 32768)")
@@ -64,6 +67,7 @@ METHOD_FLAGS = (
     "epochs",
     "seed",
     "loop_group_size",
+    "encoder_metric",
     "learning_rate",
     "kmeans_vectors",
     "recent_window",

@@ -128,17 +128,6 @@ def check_output_folder(output: Path, overwrite: bool) -> None:
         raise FileExistsError(f"--output {output} is not empty; choose another folder or add --overwrite")
 
 
-@contextmanager
-def strict_errors(strict: bool) -> Iterator[None]:
-    """Turn the RuntimeError of a refused fallback into a ValueError: the user asked for it, so it is no bug."""
-    try:
-        yield
-    except RuntimeError as error:
-        if strict and "strict" in str(error):
-            raise ValueError(str(error)) from error
-        raise
-
-
 def format_bytes(count: float) -> str:
     """Decimal units, as in the documentation: 1 MB is 10^6 bytes."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -49,18 +49,17 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = common.load_tokenizer(args.model)
     model = common.load_model(args.model, args.device, args.dtype)
     options = {"recent_window": args.recent_window} if args.recent_window is not None else {}
-    with common.strict_errors(args.strict):
-        result = evaluate(
-            model,
-            tokenizer,
-            texts,
-            tasks,
-            cache_config=options | ({"strict": True} if args.strict else {}),
-            text_tokens=args.text_tokens,
-            batch_size=args.batch_size,
-            seed=args.seed,
-            progress=not args.quiet,
-        )
+    result = evaluate(
+        model,
+        tokenizer,
+        texts,
+        tasks,
+        cache_config=options | ({"strict": True} if args.strict else {}),
+        text_tokens=args.text_tokens,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        progress=not args.quiet,
+    )
     files = {"model": args.model, "text_file": args.text, "tasks_file": args.tasks}
     result["settings"] |= {name: None if value is None else str(value) for name, value in files.items()}
     result["settings"] |= {"limit": args.limit, "command": args.command_line}

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError("--prompt has no tokens")
     cache = _build_cache(model, args)
-    with torch.no_grad(), common.strict_errors(args.strict):
+    with torch.no_grad():
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],

@@ -118,7 +118,7 @@ def _format_report(report: dict[str, Any] | None) -> list[str]:
     if losses:
         lines += [
             f"kept         epoch {report['best_epoch']}, step size {report['learning_rate']:g}"
-            + "".join(f"; {rate} gave {kl:.5g}" for rate, kl in report["probes"].items()),
+            + "".join(f"; {rate} " + ("diverged" if kl is None else f"gave {kl:.5g}") for rate, kl in report["probes"].items()),
             f"losses       {len(losses)} iterations, first {losses[0]:.5g}, last {losses[-1]:.5g}",
         ]
     return lines
@@ -131,7 +131,7 @@ def _read_tensors(folder: Path) -> tuple[list[dict[str, Any]], str, int, int]:
     from ..artifact import FINGERPRINT
     from ..loopvq.attach import NAME as LOOPVQ
 
-    pattern = re.compile(rf"\.(\d+)\..*\.{LOOPVQ}\.(key|value)_table$")
+    pattern = re.compile(rf"\.(\d+)\..*\.{LOOPVQ}\.(key|value)_(table|metric)$")
     layers: dict[int, dict[str, Any]] = {}
     fingerprint = ""
     codebook_bytes = weight_bytes = 0
@@ -147,7 +147,8 @@ def _read_tensors(folder: Path) -> tuple[list[dict[str, Any]], str, int, int]:
                     match = pattern.search(name)
                     if match:
                         layer = layers.setdefault(int(match[1]), {"layer": int(match[1]), "bytes": 0})
-                        layer[f"{match[2]}_shape"] = part.get_shape()
+                        if match[3] == "table":
+                            layer[f"{match[2]}_shape"] = part.get_shape()
                         layer["bytes"] += size
                         codebook_bytes += size
                     elif name.rsplit(".", 1)[-1] == FINGERPRINT:

@@ -87,7 +87,10 @@ def _guarded(name: str, debug: bool, action: Callable[[], object]) -> int:
 def _user_errors() -> tuple[type[Exception], ...]:
     from safetensors import SafetensorError  # a truncated weight file
 
-    return (ValueError, OSError, TypeError, SafetensorError)  # TypeError: a model that LoopVQ does not know
+    from ..errors import FallbackError
+
+    # TypeError: a model that LoopVQ does not know
+    return (ValueError, OSError, TypeError, SafetensorError, FallbackError)
 
 
 def _quiet_logs() -> None:

@@ -17,8 +17,9 @@ def attach_loopvq(model, config: LoopVQConfig, codebooks: Iterable[LoopVQCodeboo
     spec = LoopSpec.of(model)
     if codebooks is None:
         grouping = Grouping.of(config, spec.steps, spec.head_dim)
+        metric = config.encoder_metric == "fisher"
         codebooks = [
-            LoopVQCodebook(grouping, spec.kv_heads, device=attention.k_proj.weight.device) for attention in spec.layers
+            LoopVQCodebook(grouping, spec.kv_heads, metric, attention.k_proj.weight.device) for attention in spec.layers
         ]
     for attention, codebook in zip(spec.layers, codebooks, strict=True):
         attention.add_module(NAME, codebook)

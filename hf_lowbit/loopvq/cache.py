@@ -20,12 +20,12 @@ from hf_lowbit_kernels import (
     build_rope_tables,
     vq_decode,
     vq_decode_attention,
-    vq_encode,
 )
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..config import PAGE
+from ..errors import FallbackError
 from .attach import loopvq_codebooks, loopvq_config
 from .codebook import SIDES, LoopVQCodebook
 from .memory import MemoryReport
@@ -127,12 +127,12 @@ class LoopVQCache(Cache):
         backend: "auto", or "triton" / "reference" to force a path (for tests).
 
     Attributes:
-        backend: "triton" or "reference" once the cache is in use: the path of decode attention. Prefill attends
-            through PyTorch's scaled_dot_product_attention on every device.
+        backend: "triton" or "reference", the path of decode attention. Prefill attends through PyTorch's
+            scaled_dot_product_attention on every device.
 
     Raises:
         ValueError: the model carries no codebooks, or an option is out of range.
-        RuntimeError: ``strict`` and no Triton path.
+        FallbackError: ``strict`` and no Triton path.
 
     Example:
         >>> cache = LoopVQCache(model)                                          # doctest: +SKIP
@@ -162,8 +162,7 @@ class LoopVQCache(Cache):
             raise ValueError(f"prefill_chunk_size={self.prefill_chunk_size} must be at least {PAGE}.")
         if backend not in ("auto", "triton", "reference"):
             raise ValueError(f"backend={backend!r} must be 'auto', 'triton' or 'reference'.")
-        self.strict, self._backend = strict, backend
-        self.backend: str | None = None
+        self.backend = self._choose_backend(backend, strict)
         self.ring = self.window + PAGE
         super().__init__(layers=[LoopVQSlot(self) for _ in range(self.spec.slots)])
         self.reset()
@@ -320,22 +319,22 @@ class LoopVQCache(Cache):
         return [None if all(column) else tuple(column) for column in last]
 
     def _allocate(self, batch: int, dtype: torch.dtype) -> None:
-        self._choose_backend(dtype)
         pages = max(self._chunk.coded_after) // PAGE
         slots = self.sinks + self.ring
         self._stores = [_LayerStore(c, batch, pages, slots, self.spec.kv_heads, dtype) for c in self.codebooks]
 
-    def _choose_backend(self, dtype: torch.dtype) -> None:
-        g = self.grouping
-        name, reason = attention_backend(self.codebooks[0].device, g.head_dim, g.group_size, dtype)
-        if self._backend != "auto":
-            name, reason = self._backend, f"backend={self._backend!r} was asked for"
+    def _choose_backend(self, asked: str, strict: bool) -> str:
+        spec, device = self.spec, self.codebooks[0].device
+        dtype = spec.layers[0].k_proj.weight.dtype
+        name, reason = attention_backend(device, spec.head_dim, spec.query_heads // spec.kv_heads, dtype)
+        if asked != "auto":
+            name, reason = asked, f"backend={asked!r} was asked for"
         if name != "triton":
-            if self.strict:
-                raise RuntimeError(f"strict=True, and decode attention would run on the reference path: {reason}.")
-            if self.codebooks[0].device.type == "cuda":
-                warnings.warn(f"LoopVQ decode attention runs on the slow reference path: {reason}.", stacklevel=2)
-        self.backend = name
+            if strict:
+                raise FallbackError(f"strict=True, and decode attention would run on the reference path: {reason}.")
+            if device.type == "cuda":
+                warnings.warn(f"LoopVQ decode attention runs on the slow reference path: {reason}.", stacklevel=3)
+        return name
 
     def _reserve(self, pages: int) -> None:
         """Room for ``pages`` pages per row. Grows by a quarter, so that a token costs O(1) copies on average."""
@@ -489,11 +488,7 @@ class LoopVQCache(Cache):
             for i, side in enumerate(SIDES):
                 states = torch.stack([self._source(store, i, step)[rows.unsqueeze(1), :, index] for step in steps])
                 codebook = self.codebooks[layer]
-                codes = vq_encode(
-                    states.flatten(1, 2),  # [T_c, pages * 8, H, D]
-                    codebook.block_tables(side, block),
-                    codebook.half_norms(side, block),
-                )
+                codes = codebook.encode(side, block, states.flatten(1, 2))  # states [T_c, pages * 8, H, D]
                 codes = codes.unflatten(0, (-1, PAGE)).transpose(1, 2)  # [pages, H, 8, NG]
                 store.codes[block, i, rows, page] = codes
         if not chunk.is_decode:

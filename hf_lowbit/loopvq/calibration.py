@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import warnings
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from tqdm.auto import tqdm
 from ..compat import is_activation_checkpointing, set_activation_checkpointing
 from ..config import PAGE, LoopVQConfig
 from .codebook import SIDES, LoopVQCodebook
+from .encoder import fisher_metric
 from .fisher import MIN_EFFECTIVE, collect
 from .finetune import Entries, Finetuner
 from .grouping import Grouping
@@ -33,9 +35,9 @@ class CalibrationReport:
         grouping: T, T_c, G, c, NG and nB.
         seconds: wall time by stage.
         step_share: share of each loop step in the squared gradient, for keys and values.
-        effective_points: smallest effective number of points behind a codebook of 256 entries.
+        effective_points: effective number of points behind the median codebook of 256 entries.
         kmeans_objective: weighted squared error summed over all problems, by layer and side, first and last iteration.
-        reseeded, duplicates: empty entries that were moved; problems with fewer than 256 distinct vectors.
+        reseeded, duplicates: empty entries that were moved; problems in which some entry serves no vector.
         learning_rate, probes: the step size used, and the held-out KL of each candidate.
         losses: training KL (nats) of every iteration.
         held_out: held-out KL (nats) of the k-means codebooks and after each epoch.
@@ -60,8 +62,8 @@ class CalibrationReport:
     early_kl: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
-        return asdict(self)
+        """JSON-able form; a KL that is not finite (a step size that diverged) becomes None."""
+        return _finite(asdict(self))
 
     def summary(self) -> str:
         """A few lines for a terminal."""
@@ -79,14 +81,20 @@ class CalibrationReport:
         return "\n".join(lines)
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 @contextmanager
 def _frozen(model):
     """Evaluation mode, no parameter gradients, activation checkpointing; everything as before afterwards."""
     training = {name: module.training for name, module in model.named_modules()}
     requires = {name: p.requires_grad for name, p in model.named_parameters()}
     checkpointing = is_activation_checkpointing(model)
-    dropout = getattr(model.config, "attention_dropout", 0.0)
-    model.config.attention_dropout = 0.0
     model.requires_grad_(False)
     # transformers checkpoints activations in training mode only; these models have no other train-time behaviour.
     set_activation_checkpointing(model, True)
@@ -96,7 +104,6 @@ def _frozen(model):
     finally:
         if not checkpointing:
             set_activation_checkpointing(model, False)
-        model.config.attention_dropout = dropout
         for name, module in model.named_modules():
             module.training = training.get(name, False)
         for name, parameter in model.named_parameters():
@@ -181,10 +188,10 @@ def fit(
         return tqdm(iterable, desc=desc, disable=not progress, leave=False)
 
     with _frozen(model):
-        start = _kmeans(model, spec, grouping, config, train, report, checkpoints, bar)
+        start, metric = _kmeans(model, spec, grouping, config, train, report, checkpoints, bar)
         began = time.perf_counter()
         tuner = Finetuner(
-            model, spec, grouping, config, tuning, held_out, bar, checkpoints.save, checkpoints.load
+            model, spec, grouping, config, metric, tuning, held_out, bar, checkpoints.save, checkpoints.load
         )
         tuned = tuner.run(start)
         report.seconds["fine-tuning"] = time.perf_counter() - began
@@ -195,14 +202,14 @@ def fit(
 
     codebooks = []
     for layer, attention in enumerate(spec.layers):
-        codebook = LoopVQCodebook(grouping, spec.kv_heads, device=attention.k_proj.weight.device)
+        codebook = LoopVQCodebook(grouping, spec.kv_heads, metric is not None, attention.k_proj.weight.device)
         for side in SIDES:
-            codebook.store(side, tuned.tables[side][layer])
+            codebook.store(side, tuned.tables[side][layer], None if metric is None else metric[side][layer])
         codebooks.append(codebook)
     return codebooks, report
 
 
-def _kmeans(model, spec, grouping, config, sequences, report, checkpoints, bar) -> Entries:
+def _kmeans(model, spec, grouping, config, sequences, report, checkpoints, bar) -> tuple[Entries, Entries | None]:
     devices = [attention.k_proj.weight.device for attention in spec.layers]
     known = checkpoints.load("kmeans")
     if known is None:
@@ -211,6 +218,7 @@ def _kmeans(model, spec, grouping, config, sequences, report, checkpoints, bar) 
         collected = time.perf_counter()
         known = {
             "tables": {side: [] for side in SIDES},
+            "metric": {side: [] for side in SIDES} if config.encoder_metric == "fisher" else None,
             "objective": {},
             "reseeded": 0,
             "duplicates": 0,
@@ -221,9 +229,17 @@ def _kmeans(model, spec, grouping, config, sequences, report, checkpoints, bar) 
         for layer in bar(range(len(spec.layers)), desc="k-means"):
             for side in SIDES:
                 vectors, weights = data.vectors(side, layer, grouping, devices[layer])
+                scale = torch.ones((), device=devices[layer])
+                if known["metric"] is not None:
+                    metric = fisher_metric(data.sensitivity[side][layer].to(devices[layer]), grouping)
+                    known["metric"][side].append(metric)
+                    # k-means in coordinates where the metric is the plain distance
+                    steps = metric.unflatten(0, (grouping.blocks, -1)).transpose(0, 1)
+                    scale = grouping.couple(steps).flatten(0, 2).unsqueeze(1).sqrt()  # [problems, 1, G]
+                    vectors *= scale
                 solved = weighted_kmeans(vectors, weights, iterations=config.kmeans_iterations, generator=generator)
                 shape = (grouping.blocks, spec.kv_heads, grouping.groups, 256, grouping.group_size)
-                known["tables"][side].append(solved.entries.view(shape))
+                known["tables"][side].append((solved.entries / scale).view(shape))
                 known["objective"][f"{side}.{layer}"] = [solved.objective[0], solved.objective[-1]]
                 known["reseeded"] += solved.reseeded
                 known["duplicates"] += solved.duplicates
@@ -232,12 +248,16 @@ def _kmeans(model, spec, grouping, config, sequences, report, checkpoints, bar) 
         checkpoints.save("kmeans", known)
     if known["effective_points"] < MIN_EFFECTIVE:
         warnings.warn(
-            f"the codebooks rest on as few as {known['effective_points']:.0f} effective points (weights are uneven); "
-            f"{MIN_EFFECTIVE} or more are advised. Use more or longer calibration sequences.",
+            f"half of the codebooks rest on fewer than {known['effective_points']:.0f} effective points (weights are "
+            f"uneven) and have 256 entries; {MIN_EFFECTIVE} or more are advised. Use more or longer sequences.",
             stacklevel=3,
         )
     report.seconds.update(known["seconds"])
     report.step_share, report.effective_points = known["step_share"], known["effective_points"]
     report.kmeans_objective = known["objective"]
     report.reseeded, report.duplicates = known["reseeded"], known["duplicates"]
-    return {side: [t.to(d) for t, d in zip(known["tables"][side], devices)] for side in SIDES}
+    tables, metric = (
+        None if part is None else {side: [t.to(d) for t, d in zip(part[side], devices)] for side in SIDES}
+        for part in (known["tables"], known["metric"])
+    )
+    return tables, metric

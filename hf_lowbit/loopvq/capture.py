@@ -57,26 +57,38 @@ class StateCapture(PlainAttention):
 class FisherCapture(StateCapture):
     """Also sums squared gradients of the loss over the elements of each code: the k-means weights (paper eq. 3).
 
-    After ``backward``, ``weights[side][layer]`` is fp32 ``[nB, H, NG, n]`` and ``step_share[side]`` fp64 ``[T]`` holds
-    the squared gradient of each loop step, summed over layers, heads, channels and tokens.
+    After ``backward``, ``weights[side][layer]`` is fp32 ``[nB, H, NG, n]``, and ``sensitivity[side][layer]`` fp32
+    ``[T, H, D]`` is the squared gradient of each coordinate, summed over the tokens from ``first`` on.
     """
 
-    def __init__(self, spec: LoopSpec, grouping: Grouping):
+    def __init__(self, spec: LoopSpec, grouping: Grouping, first: int = 0):
         super().__init__(spec)
-        self.spec, self.grouping = spec, grouping
+        self.grouping, self.first = grouping, first
         self.weights: dict[str, list] = {side: [None] * len(spec.layers) for side in SIDES}
-        self.step_share = {side: torch.zeros(spec.steps, dtype=torch.float64) for side in SIDES}
+        self.sensitivity = {side: [[None] * spec.steps for _ in spec.layers] for side in SIDES}
 
     def attend(self, query, key, value, cos, sin, *, layer, step, module):
         for side, state in (("key", key), ("value", value)):
             state.register_hook(lambda grad, side=side: self._add(side, layer, step, grad))
         return super().attend(query, key, value, cos, sin, layer=layer, step=step, module=module)
 
+    def step_sensitivity(self, side: str, layer: int) -> torch.Tensor:
+        """fp32 ``[T, H, D]``; zero at a step that the loss does not depend on (early exit).
+
+        Raises:
+            ValueError: the loss depends on no step of this layer.
+        """
+        reached = [step for step in self.sensitivity[side][layer] if step is not None]
+        if not reached:
+            raise ValueError(f"the loss does not depend on the {side}s of layer {layer}; is the model detached somewhere?")
+        return torch.stack([torch.zeros_like(reached[0]) if s is None else s for s in self.sensitivity[side][layer]])
+
     def _add(self, side: str, layer: int, step: int, grad: torch.Tensor) -> None:
         # fp32 before squaring: squares of about 1e-10 would vanish in fp16.
-        squared = grad.detach().float().square()[0].unflatten(-1, (self.grouping.groups, -1)).sum(-1)  # [H, n, NG]
+        squared = grad.detach().float().square()[0]  # [H, n, D]
+        self.sensitivity[side][layer][step] = squared[:, self.first :].sum(1)
+        squared = squared.unflatten(-1, (self.grouping.groups, -1)).sum(-1)  # [H, n, NG]
         if self.weights[side][layer] is None:
             heads, count, groups = squared.shape
             self.weights[side][layer] = squared.new_zeros(self.grouping.blocks, heads, groups, count)
         self.weights[side][layer][step // self.grouping.steps_per_code] += squared.transpose(1, 2)
-        self.step_share[side][step] += squared.double().sum().cpu()

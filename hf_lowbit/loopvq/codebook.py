@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from hf_lowbit_kernels import half_norms
 from torch import nn
 
+from .encoder import encode, entry_norms
 from .grouping import Grouping
 
 Side = Literal["key", "value"]
@@ -20,19 +20,27 @@ class LoopVQCodebook(nn.Module):
     The only stored truth is ``key_table`` / ``value_table``: the bit patterns (int16) of fp16 entries
     ``[T, H, NG, 256, c]``. They are kept as integers because transformers and ``model.to(dtype)`` cast every floating
     buffer to the model's dtype, and bf16 would round the entries away from those the encoder was built for.
-    Everything the encoder needs is derived from these bits, so encoder and decoder cannot disagree.
+    With a metric there are also ``key_metric`` / ``value_metric``, fp16 bit patterns ``[T, H, D]``: the weights of the
+    coordinates in the encoder's distance. Everything else the encoder needs is derived from these bits, so encoder and
+    decoder cannot disagree.
     """
 
     key_table: torch.Tensor
     value_table: torch.Tensor
 
-    def __init__(self, grouping: Grouping, kv_heads: int, device: torch.device | str | None = None):
+    def __init__(
+        self, grouping: Grouping, kv_heads: int, metric: bool = False, device: torch.device | str | None = None
+    ):
         super().__init__()
         self.grouping = grouping
+        self.has_metric = metric
         shape = (grouping.steps, kv_heads, grouping.groups, 256, grouping.channels)
         for side in SIDES:
             self.register_buffer(f"{side}_table", torch.zeros(shape, dtype=torch.int16, device=device))
-        self._norms: dict[tuple[Side, int], tuple[tuple, torch.Tensor]] = {}
+            if metric:
+                ones = torch.ones((grouping.steps, kv_heads, grouping.head_dim), dtype=torch.float16, device=device)
+                self.register_buffer(f"{side}_metric", ones.view(torch.int16))
+        self._derived: dict[tuple[Side, int], tuple] = {}
 
     @property
     def device(self) -> torch.device:
@@ -47,27 +55,38 @@ class LoopVQCodebook(nn.Module):
         size = self.grouping.steps_per_code
         return getattr(self, f"{side}_table")[block * size : (block + 1) * size].view(torch.float16)
 
-    def half_norms(self, side: Side, block: int) -> torch.Tensor:
-        """fp32 ``[H, NG, 256]``: half the squared norm of each rounded entry over the block's steps.
+    def metric(self, side: Side, block: int) -> torch.Tensor | None:
+        """fp32 ``[T_c, H, D]``, the weights of the block's coordinates, or None."""
+        if not self.has_metric:
+            return None
+        size = self.grouping.steps_per_code
+        return getattr(self, f"{side}_metric")[block * size : (block + 1) * size].view(torch.float16).float()
 
-        Kept until the table changes (another tensor, or written in place), so it can never be stale.
-        """
-        table = getattr(self, f"{side}_table")
+    def encode(self, side: Side, block: int, states: torch.Tensor) -> torch.Tensor:
+        """Codes uint8 ``[N, H, NG]`` of one block's states ``[T_c, N, H, D]`` (keys before RoPE)."""
+        metric, norms = self._encoder(side, block)
+        return encode(states, self.block_tables(side, block), norms, metric)
+
+    def _encoder(self, side: Side, block: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Metric and norms, kept until a buffer changes (another tensor, or written in place): never stale."""
+        buffers = [getattr(self, f"{side}_table")] + ([getattr(self, f"{side}_metric")] if self.has_metric else [])
         # Inference tensors carry no version counter; nothing can write them in place under autograd's eyes either.
-        version = (table.data_ptr(), table.device, 0 if table.is_inference() else table._version)
-        kept = self._norms.get((side, block))
+        version = tuple((b.data_ptr(), b.device, 0 if b.is_inference() else b._version) for b in buffers)
+        kept = self._derived.get((side, block))
         if kept is None or kept[0] != version:
-            kept = (version, half_norms(self.block_tables(side, block)))
-            self._norms[side, block] = kept
-        return kept[1]
+            metric = self.metric(side, block)
+            kept = (version, metric, entry_norms(self.block_tables(side, block), metric))
+            self._derived[side, block] = kept
+        return kept[1], kept[2]
 
     @torch.no_grad()
-    def store(self, side: Side, entries: torch.Tensor) -> None:
+    def store(self, side: Side, entries: torch.Tensor, metric: torch.Tensor | None = None) -> None:
         """Round fitted entries to fp16 and keep them.
 
         Args:
             side: "key" or "value".
             entries: fp32 ``[nB, H, NG, 256, G]``.
+            metric: fp32 ``[T, H, D]``, if the codebook has one.
 
         Raises:
             ValueError: entries are not finite, or too large for fp16.
@@ -82,6 +101,10 @@ class LoopVQCodebook(nn.Module):
         tables = self.grouping.step_tables(entries)  # [T_c, nB, H, NG, 256, c]
         tables = tables.transpose(0, 1).flatten(0, 1).to(torch.float16).contiguous()
         getattr(self, f"{side}_table").copy_(tables.view(torch.int16))
+        if (metric is not None) != self.has_metric:
+            raise ValueError("a codebook with a metric needs one to store, and one without takes none.")
+        if metric is not None:
+            getattr(self, f"{side}_metric").copy_(metric.to(torch.float16).view(torch.int16))
 
     def entries(self, side: Side) -> torch.Tensor:
         """fp32 ``[nB, H, NG, 256, G]``: the stored entries, joined over the steps of each block."""
@@ -91,14 +114,14 @@ class LoopVQCodebook(nn.Module):
         return grouping.join_tables(tables)
 
     def nbytes(self) -> int:
-        """Bytes of both tables and of the norms derived so far."""
-        derived = sum(norms.nbytes for _, norms in self._norms.values())
-        return self.key_table.nbytes + self.value_table.nbytes + derived
+        """Bytes of the buffers and of what was derived from them so far."""
+        derived = sum(t.nbytes for _, *tensors in self._derived.values() for t in tensors if t is not None)
+        return sum(buffer.nbytes for buffer in self.buffers()) + derived
 
     def extra_repr(self) -> str:
         g = self.grouping
         return f"steps={g.steps}, steps_per_code={g.steps_per_code}, group_size={g.group_size}, bits={8 / g.group_size}"
 
     def _apply(self, fn, recurse=True):
-        self._norms = {}
+        self._derived = {}
         return super()._apply(fn, recurse)

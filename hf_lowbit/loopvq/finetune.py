@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Callable
 
 import torch
-from hf_lowbit_kernels import half_norms, vq_encode
 from torch.nn import functional as F
 
 from ..compat import CACHE_ARG
 from ..config import PAGE, LoopVQConfig
 from .capture import PlainAttention, StateCapture
 from .codebook import SIDES
+from .encoder import encode, entry_norms
 from .grouping import Grouping
 from .spec import LoopSpec, rotate
 
@@ -82,8 +82,13 @@ def logits_of(model, ids: torch.Tensor, attention: PlainAttention) -> torch.Tens
     return model.get_output_embeddings()(hidden[0]).float()
 
 
-def encode_states(capture: StateCapture, grouping: Grouping, tables: Entries) -> dict:
+def encode_states(capture: StateCapture, grouping: Grouping, tables: Entries, metric: Entries | None) -> dict:
     """Codes of captured states under the served encoder: fp16-rounded entries, norms of the rounded entries.
+
+    Args:
+        capture: one sequence's states.
+        tables: per side and layer, entries fp32 ``[nB, H, NG, 256, G]``.
+        metric: per side and layer, fp32 ``[T, H, D]``, or None.
 
     Returns, per side, layer and block, uint8 ``[n, H, NG]``.
     """
@@ -96,7 +101,10 @@ def encode_states(capture: StateCapture, grouping: Grouping, tables: Entries) ->
             for block in range(grouping.blocks):
                 table = step_tables[:, block].contiguous()
                 states = capture.block(side, layer, grouping, block)[:, 0].transpose(1, 2)  # [T_c, n, H, D]
-                codes[side][layer].append(vq_encode(states, table, half_norms(table)))
+                weights = None
+                if metric is not None:
+                    weights = metric[side][layer].unflatten(0, (grouping.blocks, -1))[block]
+                codes[side][layer].append(encode(states, table, entry_norms(table, weights), weights))
     return codes
 
 
@@ -132,6 +140,7 @@ class Finetuner:
 
     Args:
         model: causal LM; every parameter is frozen while this runs.
+        metric: per side and layer, the encoder's weights fp32 ``[T, H, D]``, or None.
         train, held_out: token ids ``[N, n]``.
         progress: wraps an iterable in a progress bar.
         save, load: keep and fetch a named state for resuming (see ``resume.py``).
@@ -143,6 +152,7 @@ class Finetuner:
         spec: LoopSpec,
         grouping: Grouping,
         config: LoopVQConfig,
+        metric: Entries | None,
         train: torch.Tensor,
         held_out: torch.Tensor,
         progress: Callable,
@@ -150,7 +160,7 @@ class Finetuner:
         load: Callable[[str], dict | None],
     ):
         self.model, self.spec, self.grouping, self.config = model, spec, grouping, config
-        self.train, self.held_out = train, held_out
+        self.metric, self.train, self.held_out = metric, train, held_out
         self.progress, self.save, self.load = progress, save, load
         self.device = model.get_input_embeddings().weight.device
         self.mask = visibility(train.shape[1], config.sink_tokens, config.recent_window, self.device)
@@ -162,7 +172,7 @@ class Finetuner:
         with torch.no_grad():
             capture = StateCapture(self.spec)
             teacher = logits_of(self.model, ids, capture)
-            codes = encode_states(capture, self.grouping, tables)
+            codes = encode_states(capture, self.grouping, tables, self.metric)
             del capture
         student = logits_of(self.model, ids, StudentAttention(self.grouping, tables, codes, self.mask))
         return per_token_kl(teacher, student)
@@ -208,8 +218,7 @@ class Finetuner:
         return min(finite, key=finite.get)
 
     def _train(self, start: Entries, rate: float, epochs: int, result: FinetuneResult, resume: bool) -> None:
-        # One step size fits K and V of every layer only if each group is trained in units of its own scale.
-        scales = {s: [t.square().mean((-2, -1), keepdim=True).sqrt().clamp_min(1e-8) for t in start[s]] for s in SIDES}
+        scales = {s: [self._scale(s, layer, t) for layer, t in enumerate(start[s])] for s in SIDES}
         units = {s: [(t / c).requires_grad_(True) for t, c in zip(start[s], scales[s])] for s in SIDES}
         parameters = units["key"] + units["value"]
         optimizer = torch.optim.Adam(parameters, lr=rate)
@@ -243,6 +252,18 @@ class Finetuner:
                 result.best_epoch, result.tables = len(result.held_out) - 1, current
             if resume:
                 self._keep(parameters, optimizer, result, epoch + 1)
+
+    def _scale(self, side: str, layer: int, entries: torch.Tensor) -> torch.Tensor:
+        """Units in which the entries of each group are trained, so that one step size fits K and V of every layer.
+
+        The RMS of the group, and with a metric smaller steps along coordinates the model is sensitive to:
+        ``[nB, H, NG, 1, 1 or G]``.
+        """
+        root = torch.ones((), device=entries.device)
+        if self.metric is not None:
+            steps = self.metric[side][layer].unflatten(0, (self.grouping.blocks, -1)).transpose(0, 1)
+            root = self.grouping.couple(steps).unsqueeze(-2).sqrt()
+        return (entries * root).square().mean((-2, -1), keepdim=True).sqrt().clamp_min(1e-8) / root
 
     def _keep(self, parameters, optimizer, result: FinetuneResult, epochs_done: int) -> None:
         self.save(

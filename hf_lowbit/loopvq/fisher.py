@@ -14,7 +14,7 @@ from .grouping import Grouping
 from .spec import LoopSpec
 
 WEIGHT_FLOOR = 1e-4  # of the mean weight: a token no gradient reached still counts a little
-MIN_EFFECTIVE = 5 * 256  # points per 256 entries below which a codebook would follow single tokens
+MIN_EFFECTIVE = 256  # effective points, in the median group, below which 256 entries would follow single tokens
 
 
 @dataclass
@@ -22,12 +22,14 @@ class FisherData:
     """Attributes:
     states: per side and layer, ``[T, H, n, D]`` in model dtype, keys before RoPE.
     weights: per side and layer, fp32 ``[nB, H, NG, n]``, mean 1 per group.
+    sensitivity: per side and layer, fp32 ``[T, H, D]``, squared gradient of each coordinate, summed over tokens.
     step_share: per side, the share of each loop step in the squared gradient (sums to 1).
-    effective: smallest effective number of points of any group, ``(sum w)^2 / sum w^2``.
+    effective: effective number of points behind the median group's codebook, ``(sum w)^2 / sum w^2``.
     """
 
     states: dict[str, list[torch.Tensor]]
     weights: dict[str, list[torch.Tensor]]
+    sensitivity: dict[str, list[torch.Tensor]]
     step_share: dict[str, list[float]]
     effective: float
 
@@ -71,11 +73,11 @@ def collect(model, spec: LoopSpec, grouping: Grouping, sequences: torch.Tensor, 
     storage = _storage_device(spec, per_sequence * len(sequences), dtype, device)
     states = {side: [[] for _ in spec.layers] for side in SIDES}
     weights = {side: [[] for _ in spec.layers] for side in SIDES}
-    share = {side: torch.zeros(spec.steps, dtype=torch.float64) for side in SIDES}
+    sensitivity: dict[str, list] = {side: [0.0] * len(spec.layers) for side in SIDES}
 
     for ids in progress(sequences, desc="Fisher weights"):
         ids = ids.unsqueeze(0).to(device)
-        capture = FisherCapture(spec, grouping)
+        capture = FisherCapture(spec, grouping, config.sink_tokens)
         with torch.enable_grad():
             embeds = embed(ids).detach().requires_grad_(True)
             hidden = model.base_model(inputs_embeds=embeds, use_cache=True, **{CACHE_ARG: capture}).last_hidden_state
@@ -85,17 +87,17 @@ def collect(model, spec: LoopSpec, grouping: Grouping, sequences: torch.Tensor, 
         kept = config.sink_tokens + torch.randperm(count - 1 - config.sink_tokens, generator=generator)[:per_sequence]
         kept = kept.sort().values
         for side in SIDES:
-            share[side] += capture.step_share[side]
             for layer in range(len(spec.layers)):
                 steps = capture.states[side][layer]
                 _check(steps, side, layer)
                 picked = torch.stack([state[0][:, kept.to(state.device)] for state in steps])
                 states[side][layer].append(picked.to(storage))
+                sensitivity[side][layer] = sensitivity[side][layer] + capture.step_sensitivity(side, layer)
                 grads = capture.weights[side][layer]
                 weights[side][layer].append(grads[..., kept.to(grads.device)].to(storage))
         del capture, hidden, logits, embeds
 
-    effective = float("inf")
+    effective = []
     for side in SIDES:
         for layer in range(len(spec.layers)):
             states[side][layer] = torch.cat(states[side][layer], dim=2)
@@ -104,10 +106,13 @@ def collect(model, spec: LoopSpec, grouping: Grouping, sequences: torch.Tensor, 
                 raise ValueError(f"the {side} gradients of layer {layer} hold NaN or Inf; try float32 or bfloat16.")
             mean = w.mean(-1, keepdim=True)
             w = torch.where(mean > 0, w / mean.clamp_min(1e-38), torch.ones_like(w)).clamp_min_(WEIGHT_FLOOR)
-            effective = min(effective, float((w.sum(-1).square() / w.square().sum(-1)).min()))
+            effective.append((w.sum(-1).square() / w.square().sum(-1)).flatten().cpu())
             weights[side][layer] = w
-    shares = {side: (share[side] / share[side].sum().clamp_min(1e-300)).tolist() for side in SIDES}
-    return FisherData(states, weights, shares, effective)
+    shares = {}
+    for side in SIDES:
+        by_step = sum(layer.double().sum((1, 2)).cpu() for layer in sensitivity[side])
+        shares[side] = (by_step / by_step.sum().clamp_min(1e-300)).tolist()
+    return FisherData(states, weights, sensitivity, shares, float(torch.cat(effective).median()))
 
 
 def _check(steps: list, side: str, layer: int) -> None:

@@ -21,7 +21,7 @@ class KMeansResult:
     entries: fp32 ``[P, 256, G]``.
     objective: per iteration, the weighted squared error summed over all problems.
     reseeded: entries that were empty and moved, over all iterations.
-    duplicates: problems with fewer than 256 distinct vectors (some entries are copies there).
+    duplicates: problems in which some entry serves no vector (too few distinct vectors, say).
     """
 
     entries: torch.Tensor

@@ -40,7 +40,7 @@ class LoopSpec:
         config = getattr(model, "config", None)
         steps = getattr(config, "total_ut_steps", None)
         layers = getattr(base, "layers", None)
-        if steps is None or layers is None or not hasattr(base, "rotary_emb"):
+        if not getattr(base, "hands_over_keys_before_rope", False) or None in (steps, layers):
             raise TypeError(
                 f"LoopVQ works on looped models with a KVAttention hook (model_type 'ouro'), not on "
                 f"{type(model).__name__}. See docs/adding_a_looped_model.md for what another model needs."

@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "loopvq"))
 
-from conftest import build_model, random_codebooks  # noqa: E402
+from loopvq_models import build_model, random_codebooks  # noqa: E402
 
 from hf_lowbit import LoopVQCache, LoopVQConfig  # noqa: E402
 from hf_lowbit.compat import CACHE_ARG  # noqa: E402

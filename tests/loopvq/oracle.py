@@ -15,12 +15,14 @@ class Oracle:
     weights: state dict of an Ouro causal LM (fp32).
     config: its config.
     tables: ``tables[side][layer]`` fp16 ``[T, H, NG, 256, c]``.
+    metric: ``metric[side][layer]`` ``[T, H, D]``, weights of the coordinates in the encoder's distance, or None.
     steps_per_code: T_c.
     window: W.
     """
 
-    def __init__(self, weights, config, tables, steps_per_code, window):
+    def __init__(self, weights, config, tables, metric, steps_per_code, window):
         self.w, self.c, self.tables, self.tc, self.window = weights, config, tables, steps_per_code, window
+        self.metric = metric
         self.heads, self.kv = config.num_attention_heads, config.num_key_value_heads
         self.dim, self.layers, self.steps = config.head_dim, config.num_hidden_layers, config.total_ut_steps
         theta = config.rope_parameters["rope_theta"]
@@ -45,7 +47,10 @@ class Oracle:
             cost = 0
             for step in range(block * self.tc, (block + 1) * self.tc):
                 x = store[layer, step][p].double().reshape(self.kv, -1, 1, table.shape[-1])  # [H, NG, 1, c]
-                cost = cost + (table[step] - x).square().sum(-1)
+                weight = 1.0
+                if self.metric is not None:
+                    weight = self.metric[side][layer][step].double().reshape(self.kv, -1, 1, table.shape[-1])
+                cost = cost + (weight * (table[step] - x).square()).sum(-1)
             self.codes[key] = cost.argmin(-1)
         return self.codes[key]
 

@@ -16,7 +16,10 @@ def oracle_of(model, window=64):
         for side in ("key", "value")
     }
     weights = {k: v.float() for k, v in model.state_dict().items() if v.is_floating_point()}
-    return Oracle(weights, model.config, tables, codebooks[0].grouping.steps_per_code, window)
+    metric = None
+    if codebooks[0].has_metric:
+        metric = {side: [getattr(cb, f"{side}_metric").view(torch.float16) for cb in codebooks] for side in tables}
+    return Oracle(weights, model.config, tables, metric, codebooks[0].grouping.steps_per_code, window)
 
 
 def generate(model, rows, new_tokens, cache=None, **options):
@@ -38,7 +41,8 @@ CASES = {
     "half-bit": dict(bits=0.5),
     "quarter-bit": dict(bits=0.25),
     "two-bit": dict(bits=2),
-    "cq": dict(bits=0.5, loop_group_size=1),
+    "cq": dict(bits=0.5, loop_group_size=1, encoder_metric="none"),
+    "paper": dict(bits=0.5, encoder_metric="none"),
     "pairs": dict(bits=1, loop_group_size=2),
     "one-step": dict(bits=1, total_ut_steps=1),
     "gqa": dict(bits=0.5, num_attention_heads=4),

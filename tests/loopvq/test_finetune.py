@@ -21,7 +21,7 @@ def quiet(iterable, desc=None):
 def tuner_of(model, config, sequences):
     spec = LoopSpec.of(model)
     grouping = Grouping.of(config, spec.steps, spec.head_dim)
-    return Finetuner(model, spec, grouping, config, sequences[1:], sequences[:1], quiet, lambda *a: None, lambda n: None)
+    return Finetuner(model, spec, grouping, config, None, sequences[1:], sequences[:1], quiet, lambda *a: None, lambda n: None)
 
 
 def random_tables(tuner, seed=0):
@@ -106,7 +106,7 @@ def test_gradient_of_entries_equals_finite_differences(make_model, prompt):
 
         capture = StateCapture(spec)
         finetune.logits_of(model, ids[None], capture)
-        codes = finetune.encode_states(capture, tuner.grouping, tables)
+        codes = finetune.encode_states(capture, tuner.grouping, tables, None)
     checked = 0
     for side in ("key", "value"):
         # an entry that a coded token uses: group 2, token 10 (its code matters, positions 24.. see it)
@@ -152,13 +152,22 @@ def calibrated(model, prompt, directory=None, **changes):
 
 def test_finetuning_lowers_held_out_kl_and_keeps_the_best_epoch(make_model, prompt):
     # Random models have nothing to generalize over: held-out KL falls a little, training KL clearly.
-    books, report = calibrated(make_model(), prompt, epochs=3, learning_rate=0.005)
+    books, report = calibrated(make_model(), prompt, epochs=3, learning_rate=0.005, encoder_metric="none")
     assert report.held_out[report.best_epoch] == min(report.held_out) < report.held_out[0]
     assert sum(report.losses[-6:]) < 0.9 * sum(report.losses[:6])
     assert len(report.losses) == 3 * 6 and len(report.held_out) == 4
     assert report.early_kl < 1e-5
     assert sum(report.step_share["key"]) == pytest.approx(1)
     assert books[0].key_table.dtype == torch.int16
+
+
+def test_the_fisher_metric_lowers_the_kl_of_kmeans(make_model, prompt):
+    model = make_model()
+    with torch.no_grad():  # a model that hardly listens to its first loops: their coordinates matter little
+        for layer in model.model.layers:
+            layer.input_layernorm.weight *= torch.linspace(0.1, 3, 64)
+    plain, weighted = (calibrated(model, prompt, epochs=0, encoder_metric=m)[1].held_out[0] for m in ("none", "fisher"))
+    assert weighted < 0.97 * plain
 
 
 def test_same_seed_gives_the_same_artifact_and_leaves_the_model_alone(make_model, prompt):

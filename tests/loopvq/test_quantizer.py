@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
 
 CONFIG = dict(bits=1, recent_window=16, sequences=4, sequence_length=96, epochs=1, learning_rate=0.01,
               kmeans_iterations=5, kmeans_vectors=400)  # fmt: skip
-pytestmark = pytest.mark.filterwarnings("ignore:the codebooks rest on")
+pytestmark = pytest.mark.filterwarnings("ignore:half of the codebooks")
 
 
 @pytest.fixture
@@ -194,8 +194,9 @@ KEY = "model.layers.0.self_attn.loopvq.key_table"
         (lambda t: t.update({KEY: t[KEY][:2].clone()}), "has shape"),
         (lambda t: t[KEY].zero_(), "is constant"),
         (lambda t: t[KEY][0].fill_(0x7E00), "NaN or Inf"),
+        (lambda t: t[KEY.replace("table", "metric")][0].zero_(), "not positive"),
     ],
-    ids=["other-weights", "one-weight", "no-table", "no-fingerprint", "short-table", "zero-table", "nan-table"],
+    ids=["other-weights", "one-weight", "no-table", "no-fingerprint", "short-table", "zero-table", "nan-table", "zero-metric"],
 )
 def test_damaged_or_foreign_artifacts_are_refused(calibrated, tmp_path, change, message):
     calibrated.save_pretrained(tmp_path / "a")

@@ -303,6 +303,8 @@ class OuroPreTrainedModel(PreTrainedModel):
 class OuroModel(OuroPreTrainedModel):
     """The looped stack without a head."""
 
+    hands_over_keys_before_rope = True  # the KVAttention hook, see hf_lowbit.protocols
+
     def __init__(self, config: OuroConfig):
         super().__init__(config)
         self.padding_idx = config.pad_token_id
