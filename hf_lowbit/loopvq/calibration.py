@@ -168,6 +168,7 @@ def fit(
     key = {
         "config": config.to_dict(),
         "fingerprint": fingerprint,
+        "dtype": str(model.dtype),
         "data": hashlib.sha256(torch.cat([tuning, held_out]).numpy().tobytes()).hexdigest(),
     }
     checkpoints = Checkpoints(resume_dir, key)

@@ -91,6 +91,8 @@ class LoopVQCodebook(nn.Module):
         Raises:
             ValueError: entries are not finite, or too large for fp16.
         """
+        if (metric is not None) != self.has_metric:
+            raise ValueError("a codebook with a metric needs one to store, and one without takes none.")
         if not torch.isfinite(entries).all():
             raise ValueError(f"the {side} codebook holds NaN or Inf; the calibration went wrong and is not stored.")
         if entries.abs().max() >= 65504:
@@ -101,8 +103,6 @@ class LoopVQCodebook(nn.Module):
         tables = self.grouping.step_tables(entries)  # [T_c, nB, H, NG, 256, c]
         tables = tables.transpose(0, 1).flatten(0, 1).to(torch.float16).contiguous()
         getattr(self, f"{side}_table").copy_(tables.view(torch.int16))
-        if (metric is not None) != self.has_metric:
-            raise ValueError("a codebook with a metric needs one to store, and one without takes none.")
         if metric is not None:
             getattr(self, f"{side}_metric").copy_(metric.to(torch.float16).view(torch.int16))
 

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# The quality rows of the README for one model: calibrate at every bit width, evaluate, keep reports and JSON.
+#
+#     bash examples/quality_table.sh MODEL DATA_DIR OUT_DIR [DEVICE]
+#
+# DATA_DIR holds calibration.jsonl, text.jsonl and tasks.jsonl. Settings come from the environment:
+# SEQUENCES LENGTH LIMIT BATCH EPOCHS RATE SAMPLES (texts the model writes for fine-tuning, 0 for none) ARMS WORK.
+# Arms run side by side unless SERIAL=1: on one large GPU that is faster, as a single arm does not fill it.
+set -euo pipefail
+
+model=$1 data=$2 out=$3 device=${4:-cuda}
+: "${SEQUENCES:=48}" "${LENGTH:=2048}" "${LIMIT:=200}" "${BATCH:=100}" "${EPOCHS:=4}" "${RATE:=auto}" "${SAMPLES:=0}"
+: "${ARMS:=half one quarter two cq-half cq-one paper-half}" "${WORK:=$out/artifacts}" "${SERIAL:=0}"
+run="python3 -m hf_lowbit.cli"
+mkdir -p "$out" "$WORK"
+
+extra=()
+if [ "$SAMPLES" -gt 0 ]; then
+    $run sample "$model" --data "$data/calibration.jsonl" --output "$WORK/samples.jsonl" --count "$SAMPLES" \
+        --length "$LENGTH" --batch-size "$BATCH" --device "$device" --dtype bfloat16 --quiet
+    extra=(--extra-data "$WORK/samples.jsonl")
+fi
+
+arm() {
+    local name=$1 tasks=(--tasks "$data/tasks.jsonl")
+    local tuned=(--epochs "$EPOCHS" --learning-rate "$RATE" ${extra[@]+"${extra[@]}"})
+    local paper=(--encoder-metric none) flags=()
+    case $name in
+        quarter) flags=(--bits 0.25 "${tuned[@]}") ;;
+        half) flags=(--bits 0.5 "${tuned[@]}") ;;
+        one) flags=(--bits 1 "${tuned[@]}") ;;
+        two) flags=(--bits 2 "${tuned[@]}") ;;
+        paper-half) flags=(--bits 0.5 "${paper[@]}" "${tuned[@]}") ;;
+        paper-one) flags=(--bits 1 "${paper[@]}" "${tuned[@]}") ;;
+        cq-half) flags=(--bits 0.5 --loop-group-size 1 "${paper[@]}" --epochs 0) tasks=() ;;
+        cq-one) flags=(--bits 1 --loop-group-size 1 "${paper[@]}" --epochs 0) tasks=() ;;
+        *) echo "unknown arm $name" >&2; return 2 ;;
+    esac
+    $run calibrate "$model" --method loopvq --data "$data/calibration.jsonl" --output "$WORK/$name" --overwrite \
+        --sequences "$SEQUENCES" --sequence-length "$LENGTH" --device "$device" --dtype float32 --quiet "${flags[@]}"
+    cp "$WORK/$name/calibration_report.json" "$out/$name.calibration.json"
+    $run eval "$WORK/$name" --text "$data/text.jsonl" ${tasks[@]+"${tasks[@]}"} --limit "$LIMIT" --text-tokens "$LENGTH" \
+        --batch-size "$BATCH" --device "$device" --dtype float32 --json "$out/$name.json" --quiet
+    echo "$name done after $SECONDS s"
+}
+
+for name in $ARMS; do
+    if [ "$SERIAL" = 1 ]; then
+        arm "$name" >"$out/$name.log" 2>&1 || echo "$name failed, see $out/$name.log"
+    else
+        (arm "$name" >"$out/$name.log" 2>&1 || echo "$name failed, see $out/$name.log") &
+    fi
+done
+wait
+tail -qn 1 "$out"/*.log
