@@ -1,5 +1,6 @@
 """The two programs, ``hf-lowbit`` and ``optimum-cli lowbit``, as processes: exit status, stderr, shared flags."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -56,19 +57,21 @@ def test_register_folder_is_a_namespace():
 
 
 def test_optimum_cli(artifact, tmp_path):
-    # As installed: a part of the namespace package optimum.commands.register.
-    (tmp_path / "optimum" / "commands").mkdir(parents=True)
-    (tmp_path / "optimum" / "commands" / "register").symlink_to(REGISTER)
+    path = []
+    if importlib.util.find_spec("optimum.commands.register") is None:
+        # The package is not installed: make the folder a part of the namespace package, as an installation does.
+        (tmp_path / "optimum" / "commands").mkdir(parents=True)
+        (tmp_path / "optimum" / "commands" / "register").symlink_to(REGISTER)
+        path = [tmp_path]
     run = "from optimum.commands.optimum_cli import main; main()"
-    status, out, err = process("-c", run, "lowbit", "inspect", artifact, path=[tmp_path])
+    status, out, err = process("-c", run, "lowbit", "inspect", artifact, path=path)
     assert status == 0 and "OuroForCausalLM" in out, err
-    status, out, err = process("-c", run, "lowbit", "inspect", tmp_path, path=[tmp_path])
+    status, out, err = process("-c", run, "lowbit", "inspect", tmp_path, path=path)
     assert status == 2 and "has no config.json" in err and "Traceback" not in err
 
 
 def test_optimum_shares_the_flags(monkeypatch):
     import argparse
-    import importlib.util
 
     from optimum.commands.base import RootOptimumCLICommand
 

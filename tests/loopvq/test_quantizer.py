@@ -168,7 +168,8 @@ def test_describe_and_expected_tensors_match_the_file(calibrated, tmp_path):
     for name, shape in artifact.expected_tensors(calibrated).items():
         assert shapes[name] == shape
     described = artifact.describe(calibrated)
-    assert described["codebook_bytes"] == 2 * 2 * 4 * 2 * 64 * 256 * 2  # layers, K and V, steps, heads, D, K, fp16
+    # layers, K and V, steps, heads, D, and of each 256 entries and one weight in fp16
+    assert described["codebook_bytes"] == 2 * 2 * 4 * 2 * 64 * (256 + 1) * 2
     assert described["fingerprint"] == artifact.weights_fingerprint(calibrated)
 
 
