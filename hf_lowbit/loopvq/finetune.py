@@ -218,7 +218,9 @@ class Finetuner:
         return min(finite, key=finite.get)
 
     def _train(self, start: Entries, rate: float, epochs: int, result: FinetuneResult, resume: bool) -> None:
-        scales = {s: [self._scale(s, layer, t) for layer, t in enumerate(start[s])] for s in SIDES}
+        # One step size fits K and V of every layer only if each group is trained in units of its own scale. (Units that
+        # also shrink with the metric were tried: worse, the demo model's held-out KL was 0.062 instead of 0.036.)
+        scales = {s: [t.square().mean((-2, -1), keepdim=True).sqrt().clamp_min(1e-8) for t in start[s]] for s in SIDES}
         units = {s: [(t / c).requires_grad_(True) for t, c in zip(start[s], scales[s])] for s in SIDES}
         parameters = units["key"] + units["value"]
         optimizer = torch.optim.Adam(parameters, lr=rate)
@@ -252,18 +254,6 @@ class Finetuner:
                 result.best_epoch, result.tables = len(result.held_out) - 1, current
             if resume:
                 self._keep(parameters, optimizer, result, epoch + 1)
-
-    def _scale(self, side: str, layer: int, entries: torch.Tensor) -> torch.Tensor:
-        """Units in which the entries of each group are trained, so that one step size fits K and V of every layer.
-
-        The RMS of the group, and with a metric smaller steps along coordinates the model is sensitive to:
-        ``[nB, H, NG, 1, 1 or G]``.
-        """
-        root = torch.ones((), device=entries.device)
-        if self.metric is not None:
-            steps = self.metric[side][layer].unflatten(0, (self.grouping.blocks, -1)).transpose(0, 1)
-            root = self.grouping.couple(steps).unsqueeze(-2).sqrt()
-        return (entries * root).square().mean((-2, -1), keepdim=True).sqrt().clamp_min(1e-8) / root
 
     def _keep(self, parameters, optimizer, result: FinetuneResult, epochs_done: int) -> None:
         self.save(

@@ -3,6 +3,9 @@
 Plain PyTorch references on every device; Triton kernels on CUDA when triton is installed.
 """
 
+from .damp_layout import DampLayout, DampPlan, StochasticRounding
+from .damp_ops import damp_backend, damp_pack, damp_unpack, damp_update
+from .damp_reference import damp_update_reference
 from .ops import attention_backend, vq_decode_attention, vq_encode
 from .rope_tables import RopeTables, build_rope_tables
 from .vq_attention_reference import vq_decode_attention_reference
@@ -11,9 +14,17 @@ from .vq_encode_reference import vq_encode_reference
 
 
 __all__ = [
+    "DampLayout",
+    "DampPlan",
     "RopeTables",
+    "StochasticRounding",
     "attention_backend",
     "build_rope_tables",
+    "damp_backend",
+    "damp_pack",
+    "damp_unpack",
+    "damp_update",
+    "damp_update_reference",
     "half_norms",
     "vq_decode",
     "vq_decode_attention",
