@@ -24,7 +24,8 @@ fi
 arm() {
     local name=$1 tasks=(--tasks "$data/tasks.jsonl")
     local tuned=(--epochs "$EPOCHS" --learning-rate "$RATE" ${extra[@]+"${extra[@]}"})
-    local paper=(--encoder-metric none) flags=()
+    # k-means alone is at its best on many tokens; as a start for fine-tuning the short default is better.
+    local paper=(--encoder-metric none) long=(--kmeans-vectors 32768 --kmeans-iterations 100) flags=()
     case $name in
         quarter) flags=(--bits 0.25 "${tuned[@]}") ;;
         half) flags=(--bits 0.5 "${tuned[@]}") ;;
@@ -32,8 +33,8 @@ arm() {
         two) flags=(--bits 2 "${tuned[@]}") ;;
         paper-half) flags=(--bits 0.5 "${paper[@]}" "${tuned[@]}") ;;
         paper-one) flags=(--bits 1 "${paper[@]}" "${tuned[@]}") ;;
-        cq-half) flags=(--bits 0.5 --loop-group-size 1 "${paper[@]}" --epochs 0) tasks=() ;;
-        cq-one) flags=(--bits 1 --loop-group-size 1 "${paper[@]}" --epochs 0) tasks=() ;;
+        cq-half) flags=(--bits 0.5 --loop-group-size 1 "${paper[@]}" "${long[@]}" --epochs 0) tasks=() ;;
+        cq-one) flags=(--bits 1 --loop-group-size 1 "${paper[@]}" "${long[@]}" --epochs 0) tasks=() ;;
         *) echo "unknown arm $name" >&2; return 2 ;;
     esac
     $run calibrate "$model" --method loopvq --data "$data/calibration.jsonl" --output "$WORK/$name" --overwrite \

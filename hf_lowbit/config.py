@@ -40,7 +40,10 @@ class LoopVQConfig:
         learning_rates: candidates of "auto".
         schedule: "cosine" (down to a tenth over the run) or "constant".
         kmeans_iterations: upper bound; k-means stops earlier once its objective changes by less than 1e-5.
-        kmeans_vectors: at most so many tokens of the training sequences enter k-means (drawn with the seed).
+        kmeans_vectors: at most so many tokens of the training sequences enter k-means (drawn with the seed). A short
+            k-means on few tokens is the better start: fine-tuned codebooks of the demo model had a held-out KL of
+            0.036 after 8 iterations on 4,096 tokens, 0.039 after 100, and 0.048 after 30 on 32,768, although the
+            k-means codebooks themselves were alike (0.134 to 0.137).
         seed: seeds k-means, the order of sequences and the draw of tokens.
 
     Raises:
@@ -59,8 +62,8 @@ class LoopVQConfig:
     learning_rate: float | str = "auto"
     learning_rates: tuple[float, ...] = (0.003, 0.01, 0.03)
     schedule: str = "cosine"
-    kmeans_iterations: int = 100
-    kmeans_vectors: int = 32768
+    kmeans_iterations: int = 10
+    kmeans_vectors: int = 4096
     seed: int = 0
 
     def __post_init__(self):

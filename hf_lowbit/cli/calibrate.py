@@ -56,7 +56,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learning-rate", type=_rate, metavar="X", help='a number, or "auto" to choose on held-out KL'
     )
-    parser.add_argument("--kmeans-vectors", type=int, metavar="N", help="tokens for k-means, at most (default 32768)")
+    parser.add_argument("--kmeans-vectors", type=int, metavar="N", help="tokens for k-means, at most (default 4096)")
+    parser.add_argument("--kmeans-iterations", type=int, metavar="N", help="at most (default 10)")
     parser.add_argument("--recent-window", type=int, metavar="N", help="tokens in full precision (default 64)")
 
 
@@ -70,6 +71,7 @@ METHOD_FLAGS = (
     "encoder_metric",
     "learning_rate",
     "kmeans_vectors",
+    "kmeans_iterations",
     "recent_window",
 )
 

@@ -68,7 +68,6 @@ def _demo(args: argparse.Namespace, output: Path) -> None:
         sequence_length=512,
         epochs=1 if args.quick else 3,
         learning_rate=0.04,
-        kmeans_vectors=4096,
         kmeans_iterations=3 if args.quick else 8,
     )
     print(

@@ -1,5 +1,7 @@
 """Fisher weights, the two-pass objective and its gradient, and the training loop."""
 
+import warnings
+
 import pytest
 import torch
 from hf_lowbit import LoopVQConfig
@@ -146,7 +148,8 @@ def calibrated(model, prompt, directory=None, **changes):
     config = LoopVQConfig(**{**dict(bits=1, recent_window=16, sequences=8, sequence_length=96, epochs=2,
                              learning_rate=0.02, kmeans_iterations=10, kmeans_vectors=512), **changes})  # fmt: skip
     sequences = torch.stack([prompt(96, seed=i) for i in range(8)])
-    with pytest.warns(UserWarning, match="effective points"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "half of the codebooks")
         return calibration.fit(model, config, sequences, fingerprint="f", resume_dir=directory, progress=False)
 
 
@@ -232,6 +235,12 @@ def test_nan_activations_are_refused(make_model, prompt):
 def test_too_short_sequences_are_refused(make_model, prompt):
     with pytest.raises(ValueError, match="at least 88 tokens"):
         calibration.fit(make_model(), LoopVQConfig(), torch.stack([prompt(80)] * 4), fingerprint="f", progress=False)
+
+
+def test_too_few_effective_points_are_reported(make_model, prompt):
+    config = LoopVQConfig(bits=1, recent_window=16, sequences=2, sequence_length=96, epochs=0, kmeans_vectors=30)
+    with pytest.warns(UserWarning, match="effective points"):
+        calibration.fit(make_model(), config, torch.stack([prompt(96), prompt(96, seed=1)]), fingerprint="f", progress=False)
 
 
 def test_models_without_loops_are_refused():
