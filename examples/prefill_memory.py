@@ -48,7 +48,9 @@ def main() -> None:
         parser.error("peak memory is read from CUDA's allocator; this machine has no CUDA device")
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).cuda().eval()
     hf_lowbit.assert_quantized(model)
-    ids = torch.randint(1, model.config.vocab_size, (1, args.tokens), generator=torch.Generator().manual_seed(0)).cuda()
+    ids = torch.randint(
+        1, model.config.vocab_size, (1, args.tokens), generator=torch.Generator().manual_seed(0)
+    ).cuda()
     caches = {"full": lambda: DynamicCache(config=model.config)}
     for chunk in args.chunks:
         caches[f"loopvq, chunk {chunk}"] = lambda chunk=chunk: hf_lowbit.LoopVQCache(model, prefill_chunk_size=chunk)

@@ -4,11 +4,12 @@ Importing the package registers the native looped models (Ouro) and the ``lowbit
 ``AutoModelForCausalLM.from_pretrained`` loads calibrated checkpoints.
 """
 
-from . import models as _models  # registers the native models
+from . import models as _models  # noqa: F401  registers the native models
 from .artifact import assert_quantized
 from .config import LoopVQConfig, LowBitConfig
 from .loopvq.cache import LoopVQCache
 from .quantizer import LowBitQuantizer, calibrate
+
 
 __version__ = "0.1.0"
 

@@ -12,6 +12,7 @@ from .config import lowbit_config
 from .loopvq.attach import detach_loopvq, has_loopvq, loopvq_codebooks
 from .loopvq.codebook import SIDES, LoopVQCodebook
 
+
 FINGERPRINT = "lowbit_fingerprint"  # uint8 [32] buffer of the top-level model
 
 # Settings besides the weights that codes depend on: other values give other keys for the same weights.

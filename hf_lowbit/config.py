@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .registration import register_config
 
+
 FORMAT_VERSION = 1
 PAGE = 8  # tokens per page of codes; also the unit in which the window gives tokens to the codes (paper section 4.3)
 ENTRIES = 256  # one uint8 index per code
@@ -109,7 +110,7 @@ class LoopVQConfig:
         return _GROUP_OF_BITS[float(self.bits)]
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "LoopVQConfig":
+    def from_dict(cls, values: dict[str, Any]) -> LoopVQConfig:
         """Build from a (JSON) dict; unknown keys are an error, as they may change the meaning of the codes."""
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
@@ -186,7 +187,7 @@ class LowBitConfig(QuantizationConfigMixin):
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
 
-    def replace(self, **changes) -> "LowBitConfig":
+    def replace(self, **changes) -> LowBitConfig:
         """A copy with some arguments changed."""
         values = dict(
             loopvq=self.loopvq,

@@ -11,6 +11,7 @@ from typing import Any
 
 from .compat import CACHE_ARG
 
+
 CACHE_NAMES = ("loopvq", "lowbit")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Callable, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
+
 
 ForwardChunk = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 

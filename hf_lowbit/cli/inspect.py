@@ -118,7 +118,10 @@ def _format_report(report: dict[str, Any] | None) -> list[str]:
     if losses:
         lines += [
             f"kept         epoch {report['best_epoch']}, step size {report['learning_rate']:g}"
-            + "".join(f"; {rate} " + ("diverged" if kl is None else f"gave {kl:.5g}") for rate, kl in report["probes"].items()),
+            + "".join(
+                f"; {rate} " + ("diverged" if kl is None else f"gave {kl:.5g}")
+                for rate, kl in report["probes"].items()
+            ),
             f"losses       {len(losses)} iterations, first {losses[0]:.5g}, last {losses[-1]:.5g}",
         ]
     return lines

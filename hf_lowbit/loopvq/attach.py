@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
 
 from ..config import LoopVQConfig, lowbit_config
 from .codebook import LoopVQCodebook
 from .grouping import Grouping
 from .spec import LoopSpec
+
 
 NAME = "loopvq"  # of the codebook module inside an attention module
 
@@ -19,7 +20,8 @@ def attach_loopvq(model, config: LoopVQConfig, codebooks: Iterable[LoopVQCodeboo
         grouping = Grouping.of(config, spec.steps, spec.head_dim)
         metric = config.encoder_metric == "fisher"
         codebooks = [
-            LoopVQCodebook(grouping, spec.kv_heads, metric, attention.k_proj.weight.device) for attention in spec.layers
+            LoopVQCodebook(grouping, spec.kv_heads, metric, attention.k_proj.weight.device)
+            for attention in spec.layers
         ]
     for attention, codebook in zip(spec.layers, codebooks, strict=True):
         attention.add_module(NAME, codebook)

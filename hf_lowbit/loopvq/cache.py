@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, CacheLayerMixin
+
 from hf_lowbit_kernels import (
     RopeTables,
     attention_backend,
@@ -21,8 +23,6 @@ from hf_lowbit_kernels import (
     vq_decode,
     vq_decode_attention,
 )
-from torch.nn import functional as F
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..config import PAGE
 from ..errors import FallbackError
@@ -37,7 +37,7 @@ class LoopVQSlot(CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, cache: "LoopVQCache"):
+    def __init__(self, cache: LoopVQCache):
         super().__init__()
         self._cache = cache
 
@@ -97,9 +97,7 @@ class _LayerStore:
     def __init__(self, codebook: LoopVQCodebook, batch: int, pages: int, slots: int, heads: int, dtype: torch.dtype):
         g = codebook.grouping
         device = codebook.device
-        self.codes = torch.empty(
-            (g.blocks, 2, batch, pages, heads, PAGE, g.groups), dtype=torch.uint8, device=device
-        )
+        self.codes = torch.empty((g.blocks, 2, batch, pages, heads, PAGE, g.groups), dtype=torch.uint8, device=device)
         self.window = torch.zeros((g.steps, 2, batch, heads, slots, g.head_dim), dtype=dtype, device=device)
         self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # step -> (key, value) of the current chunk
 
@@ -177,7 +175,9 @@ class LoopVQCache(Cache):
         self._seen = 0  # columns, padding included: what transformers calls the sequence length
         self._lengths: list[int] = []  # real tokens per row
         self._coded: list[int] = []  # coded tokens per row, multiples of 8
-        self._columns: list[tuple[bool, ...] | None] = []  # which rows the last columns belong to (None: all), for crop
+        self._columns: list[
+            tuple[bool, ...] | None
+        ] = []  # which rows the last columns belong to (None: all), for crop
         self._device_lengths: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
@@ -569,9 +569,7 @@ class LoopVQCache(Cache):
             return
         removed = self._columns[-remove:] if remove <= len(self._columns) else None
         lost = [sum(c is None or c[row] for c in removed) for row in range(len(self._lengths))] if removed else None
-        if lost is None or any(
-            n - k < self.sinks + c and c > 0 for n, k, c in zip(self._lengths, lost, self._coded)
-        ):
+        if lost is None or any(n - k < self.sinks + c and c > 0 for n, k, c in zip(self._lengths, lost, self._coded)):
             room = [n - self.sinks - c if c else n for n, c in zip(self._lengths, self._coded)]
             raise ValueError(
                 f"crop would remove {remove} tokens, but at most {min(room, default=0)} of the newest are still in full "

@@ -17,8 +17,8 @@ from ..compat import is_activation_checkpointing, set_activation_checkpointing
 from ..config import PAGE, LoopVQConfig
 from .codebook import SIDES, LoopVQCodebook
 from .encoder import fisher_metric
-from .fisher import MIN_EFFECTIVE, collect
 from .finetune import Entries, Finetuner
+from .fisher import MIN_EFFECTIVE, collect
 from .grouping import Grouping
 from .kmeans import weighted_kmeans
 from .resume import Checkpoints

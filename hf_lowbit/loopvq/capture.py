@@ -80,7 +80,9 @@ class FisherCapture(StateCapture):
         """
         reached = [step for step in self.sensitivity[side][layer] if step is not None]
         if not reached:
-            raise ValueError(f"the loss does not depend on the {side}s of layer {layer}; is the model detached somewhere?")
+            raise ValueError(
+                f"the loss does not depend on the {side}s of layer {layer}; is the model detached somewhere?"
+            )
         return torch.stack([torch.zeros_like(reached[0]) if s is None else s for s in self.sensitivity[side][layer]])
 
     def _add(self, side: str, layer: int, step: int, grad: torch.Tensor) -> None:

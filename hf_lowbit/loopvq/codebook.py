@@ -10,6 +10,7 @@ from torch import nn
 from .encoder import encode, entry_norms
 from .grouping import Grouping
 
+
 Side = Literal["key", "value"]
 SIDES: tuple[Side, Side] = ("key", "value")
 
@@ -120,7 +121,9 @@ class LoopVQCodebook(nn.Module):
 
     def extra_repr(self) -> str:
         g = self.grouping
-        return f"steps={g.steps}, steps_per_code={g.steps_per_code}, group_size={g.group_size}, bits={8 / g.group_size}"
+        return (
+            f"steps={g.steps}, steps_per_code={g.steps_per_code}, group_size={g.group_size}, bits={8 / g.group_size}"
+        )
 
     def _apply(self, fn, recurse=True):
         self._derived = {}

@@ -6,9 +6,11 @@ The one place that decides which code a token gets, used by serving, by fine-tun
 from __future__ import annotations
 
 import torch
+
 from hf_lowbit_kernels import half_norms, vq_encode
 
 from .grouping import Grouping
+
 
 METRIC_FLOOR = 1e-3  # of the mean weight in a group: a coordinate no gradient reached still counts a little
 

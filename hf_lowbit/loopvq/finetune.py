@@ -10,8 +10,8 @@ straight-through estimate (appendix A.2).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable
 
 import torch
 from torch.nn import functional as F
@@ -23,6 +23,7 @@ from .codebook import SIDES
 from .encoder import encode, entry_norms
 from .grouping import Grouping
 from .spec import LoopSpec, rotate
+
 
 Entries = dict[str, list[torch.Tensor]]  # per side and layer, fp32 [nB, H, NG, 256, G]
 
@@ -277,9 +278,7 @@ class Finetuner:
             for parameter, value in zip(parameters, state["parameters"]):
                 parameter.copy_(value)
         optimizer.load_state_dict(state["optimizer"])
-        result.tables = {
-            s: [t.to(p.device) for t, p in zip(state["tables"][s], result.tables[s])] for s in SIDES
-        }
+        result.tables = {s: [t.to(p.device) for t, p in zip(state["tables"][s], result.tables[s])] for s in SIDES}
         result.losses, result.held_out = list(state["losses"]), list(state["held_out"])
         result.best_epoch = state["best_epoch"]
         return state["epochs_done"]

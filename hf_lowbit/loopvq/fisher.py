@@ -13,6 +13,7 @@ from .codebook import SIDES
 from .grouping import Grouping
 from .spec import LoopSpec
 
+
 WEIGHT_FLOOR = 1e-4  # of the mean weight: a token no gradient reached still counts a little
 MIN_EFFECTIVE = 32  # effective points, in the median group, below which most entries would never see a weight
 

@@ -48,7 +48,7 @@ class Grouping:
             )
 
     @classmethod
-    def of(cls, config: LoopVQConfig, steps: int, head_dim: int) -> "Grouping":
+    def of(cls, config: LoopVQConfig, steps: int, head_dim: int) -> Grouping:
         """The grouping ``config`` means for a model with ``steps`` loops and ``head_dim`` channels per head."""
         size = config.loop_group_size
         if size is None:

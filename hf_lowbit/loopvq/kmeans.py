@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+
 ENTRIES = 256
 SCORE_BYTES = 1 << 30  # scratch for one batch of problems' [n, 256] scores on a GPU; a sixteenth of it on a CPU
 
@@ -137,7 +138,9 @@ def weighted_kmeans(
         ValueError: NaN or Inf in the input, or negative weights.
     """
     if vectors.ndim != 3 or weights.shape != vectors.shape[:2] or vectors.shape[1] == 0:
-        raise ValueError(f"vectors {tuple(vectors.shape)} and weights {tuple(weights.shape)} must be [P, n, G], [P, n].")
+        raise ValueError(
+            f"vectors {tuple(vectors.shape)} and weights {tuple(weights.shape)} must be [P, n, G], [P, n]."
+        )
     if not torch.isfinite(vectors).all() or not torch.isfinite(weights).all():
         raise ValueError("k-means got NaN or Inf; check the model's activations on the calibration data.")
     if (weights < 0).any():

@@ -29,7 +29,7 @@ class LoopSpec:
     rotary: nn.Module
 
     @classmethod
-    def of(cls, model: nn.Module) -> "LoopSpec":
+    def of(cls, model: nn.Module) -> LoopSpec:
         """Read the spec of a looped model.
 
         Raises:

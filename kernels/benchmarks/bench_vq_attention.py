@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_lowbit_kernels import (
-    attention_backend, build_rope_tables, half_norms, vq_decode_attention_reference, vq_encode, vq_encode_reference,
+    attention_backend,
+    build_rope_tables,
+    half_norms,
+    vq_decode_attention_reference,
+    vq_encode,
+    vq_encode_reference,
 )  # fmt: skip
 
 
@@ -236,8 +241,7 @@ def main() -> int:
                 json.dump(results, file, indent=1)
 
     header = (
-        f"{'batch x N':>10} {'c':>3} {'SDPA us':>9} {'best':>9} "
-        f"{'VQ us':>9} {'speedup':>8} {'GB/s':>7} {'error':>9}"
+        f"{'batch x N':>10} {'c':>3} {'SDPA us':>9} {'best':>9} {'VQ us':>9} {'speedup':>8} {'GB/s':>7} {'error':>9}"
     )
     print(header)
     for batch, tokens in shapes:

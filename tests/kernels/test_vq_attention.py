@@ -3,7 +3,16 @@
 import pytest
 import torch
 from kernel_cases import (
-    BASE, CASES, LARGE, ON_GPU, SMALL, assert_close, attention_inputs, attention_oracle, one_row, replace,
+    BASE,
+    CASES,
+    LARGE,
+    ON_GPU,
+    SMALL,
+    assert_close,
+    attention_inputs,
+    attention_oracle,
+    one_row,
+    replace,
 )  # fmt: skip
 
 from hf_lowbit_kernels import attention_backend, build_rope_tables, vq_decode_attention

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+
 sys.path.insert(0, str(Path(__file__).parent))  # oracle.py and loopvq_models.py, whatever pytest's import mode
 
-import hf_lowbit  # noqa: E402
 from loopvq_models import VOCAB, build_model, random_codebooks  # noqa: E402
+
+import hf_lowbit  # noqa: E402
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from hf_lowbit.loopvq.spec import LoopSpec
 from hf_lowbit.models.ouro import OuroConfig, OuroForCausalLM
 from hf_lowbit.quantizer import mark_quantized
 
+
 VOCAB = 89
 
 

@@ -7,6 +7,7 @@ are found by explicit distances in fp64.
 
 import torch
 
+
 SINKS, PAGE = 8, 8
 
 
@@ -83,7 +84,9 @@ class Oracle:
                 self.values.setdefault((i, step), []).extend(v)
                 coded = range(SINKS, SINKS + n_coded)
                 keys = [self.seen("key", i, step, t) if t in coded else self.keys[i, step][t] for t in total.tolist()]
-                vals = [self.seen("value", i, step, t) if t in coded else self.values[i, step][t] for t in total.tolist()]
+                vals = [
+                    self.seen("value", i, step, t) if t in coded else self.values[i, step][t] for t in total.tolist()
+                ]
                 keys, vals = self.rope(torch.stack(keys), total), torch.stack(vals)
                 q = self.rope(q, positions)
                 ratio = self.heads // self.kv

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from oracle import Oracle
+
 from hf_lowbit import LoopVQCache
 from hf_lowbit.compat import CACHE_ARG
-from oracle import Oracle
 
 
 def oracle_of(model, window=64):
@@ -214,7 +215,9 @@ def test_measured_bits_are_exact(bits, group, make_coded_model, prompt):
     _, _, cache = generate(model, [prompt(200), prompt(90)], 3)
     report = cache.memory_report()
     assert report.bits_per_element == bits
-    assert report.codes == sum(s.codes[:, :, r, : c // 8].nbytes for s in cache._stores for r, c in enumerate(cache.coded_tokens))
+    assert report.codes == sum(
+        s.codes[:, :, r, : c // 8].nbytes for s in cache._stores for r, c in enumerate(cache.coded_tokens)
+    )
     assert report.total == report.codes_reserved + report.window + report.scratch + report.codebooks
     assert report.full_precision == (202 + 92) * 2 * 4 * 2 * 2 * 64 * 4
     assert str(report.codes_reserved) in str(report).replace(",", "")
@@ -225,7 +228,9 @@ def test_capacity_grows_by_shares(make_coded_model, prompt, monkeypatch):
     _, _, cache = generate(model, [prompt(90)], 1)
     grown = []
     original = type(cache._stores[0]).grow
-    monkeypatch.setattr(type(cache._stores[0]), "grow", lambda self, pages: (grown.append(pages), original(self, pages)))
+    monkeypatch.setattr(
+        type(cache._stores[0]), "grow", lambda self, pages: (grown.append(pages), original(self, pages))
+    )
     for _ in range(240):
         model(torch.tensor([[7]]), **{CACHE_ARG: cache})
     assert 1 <= len(grown) <= 5

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hf_lowbit.loopvq.codebook import LoopVQCodebook
 from hf_lowbit.loopvq.encoder import METRIC_FLOOR, encode, entry_norms, fisher_metric
 from hf_lowbit.loopvq.grouping import Grouping
@@ -44,7 +45,10 @@ def test_codes_minimize_the_weighted_distance(metric):
         for head in range(3):
             for group in range(8):
                 at = slice(group * 4, group * 4 + 4)
-                gap = codebook.block_tables("key", 1)[:, head, group].double() - states[:, token, head, None, at].double()
+                gap = (
+                    codebook.block_tables("key", 1)[:, head, group].double()
+                    - states[:, token, head, None, at].double()
+                )
                 cost = (weights[:, head, None, at].double() * gap.square()).sum((0, 2))
                 chosen = cost[int(codes[token, head, group])]
                 assert chosen <= cost.min() * (1 + 1e-6)

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+
 from hf_lowbit import LoopVQConfig
 from hf_lowbit.compat import CACHE_ARG
 from hf_lowbit.loopvq import calibration, finetune
@@ -11,6 +12,7 @@ from hf_lowbit.loopvq.capture import FisherCapture, PlainAttention
 from hf_lowbit.loopvq.finetune import Finetuner, coded_before, visibility
 from hf_lowbit.loopvq.grouping import Grouping
 from hf_lowbit.loopvq.spec import LoopSpec
+
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
              head_dim=32, total_ut_steps=2)  # fmt: skip
@@ -23,7 +25,9 @@ def quiet(iterable, desc=None):
 def tuner_of(model, config, sequences):
     spec = LoopSpec.of(model)
     grouping = Grouping.of(config, spec.steps, spec.head_dim)
-    return Finetuner(model, spec, grouping, config, None, sequences[1:], sequences[:1], quiet, lambda *a: None, lambda n: None)
+    return Finetuner(
+        model, spec, grouping, config, None, sequences[1:], sequences[:1], quiet, lambda *a: None, lambda n: None
+    )
 
 
 def random_tables(tuner, seed=0):
@@ -169,7 +173,9 @@ def test_the_fisher_metric_lowers_the_kl_of_kmeans(make_model, prompt):
     with torch.no_grad():  # a model that hardly listens to its first loops: their coordinates matter little
         for layer in model.model.layers:
             layer.input_layernorm.weight *= torch.linspace(0.1, 3, 64)
-    plain, weighted = (calibrated(model, prompt, epochs=0, encoder_metric=m)[1].held_out[0] for m in ("none", "fisher"))
+    plain, weighted = (
+        calibrated(model, prompt, epochs=0, encoder_metric=m)[1].held_out[0] for m in ("none", "fisher")
+    )
     assert weighted < 0.97 * plain
 
 
@@ -240,7 +246,9 @@ def test_too_short_sequences_are_refused(make_model, prompt):
 def test_too_few_effective_points_are_reported(make_model, prompt):
     config = LoopVQConfig(bits=1, recent_window=16, sequences=2, sequence_length=96, epochs=0, kmeans_vectors=30)
     with pytest.warns(UserWarning, match="effective points"):
-        calibration.fit(make_model(), config, torch.stack([prompt(96), prompt(96, seed=1)]), fingerprint="f", progress=False)
+        calibration.fit(
+            make_model(), config, torch.stack([prompt(96), prompt(96, seed=1)]), fingerprint="f", progress=False
+        )
 
 
 def test_models_without_loops_are_refused():

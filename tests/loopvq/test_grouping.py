@@ -2,10 +2,20 @@
 
 import pytest
 import torch
+
 from hf_lowbit import LoopVQConfig
 from hf_lowbit.loopvq.grouping import Grouping
 
-SHAPES = [(4, 4, 16, 128), (4, 4, 32, 128), (4, 2, 16, 64), (4, 1, 16, 96), (1, 1, 8, 64), (6, 2, 8, 64), (32, 4, 32, 96)]
+
+SHAPES = [
+    (4, 4, 16, 128),
+    (4, 4, 32, 128),
+    (4, 2, 16, 64),
+    (4, 1, 16, 96),
+    (1, 1, 8, 64),
+    (6, 2, 8, 64),
+    (32, 4, 32, 96),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

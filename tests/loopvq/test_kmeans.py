@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hf_lowbit.loopvq import kmeans
 
 

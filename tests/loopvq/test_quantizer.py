@@ -4,13 +4,15 @@ import json
 import subprocess
 import sys
 
-import hf_lowbit
 import pytest
 import torch
-from hf_lowbit import LoopVQConfig, LowBitConfig, artifact
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
+
+import hf_lowbit
+from hf_lowbit import LoopVQConfig, LowBitConfig, artifact
+
 
 CONFIG = dict(bits=1, recent_window=16, sequences=4, sequence_length=96, epochs=1, learning_rate=0.01,
               kmeans_iterations=5, kmeans_vectors=400)  # fmt: skip
@@ -121,7 +123,9 @@ def test_calibrated_model_uses_its_cache_and_names_choose(calibrated, model_dir,
     with pytest.raises(ValueError, match="carries no codebooks"):
         plain.generate(ids, cache_implementation="loopvq", **settings)
     with pytest.raises(ValueError, match="both a cache object"):
-        calibrated.generate(ids, cache_implementation="loopvq", **{name: hf_lowbit.LoopVQCache(calibrated)}, **settings)
+        calibrated.generate(
+            ids, cache_implementation="loopvq", **{name: hf_lowbit.LoopVQCache(calibrated)}, **settings
+        )
 
 
 def test_no_name_of_ours_reaches_a_generation_config(calibrated, tmp_path, prompt):
@@ -197,7 +201,16 @@ KEY = "model.layers.0.self_attn.loopvq.key_table"
         (lambda t: t[KEY][0].fill_(0x7E00), "NaN or Inf"),
         (lambda t: t[KEY.replace("table", "metric")][0].zero_(), "not positive"),
     ],
-    ids=["other-weights", "one-weight", "no-table", "no-fingerprint", "short-table", "zero-table", "nan-table", "zero-metric"],
+    ids=[
+        "other-weights",
+        "one-weight",
+        "no-table",
+        "no-fingerprint",
+        "short-table",
+        "zero-table",
+        "nan-table",
+        "zero-metric",
+    ],
 )
 def test_damaged_or_foreign_artifacts_are_refused(calibrated, tmp_path, change, message):
     calibrated.save_pretrained(tmp_path / "a")
@@ -240,7 +253,9 @@ def test_calibration_needs_data_a_tokenizer_and_a_looped_model(model_dir, tokeni
             hf_lowbit.calibrate(model, tokenizer, LoopVQConfig(**CONFIG), dataset=data, progress=False)
     with pytest.raises(ValueError, match="loop_group_size=8"):
         hf_lowbit.calibrate(model, tokenizer, LoopVQConfig(**{**CONFIG, "loop_group_size": 8}), dataset=texts)
-    assert not artifact.has_loopvq(model) and not hasattr(model, "hf_quantizer")  # a refused calibration leaves nothing
+    assert not artifact.has_loopvq(model) and not hasattr(
+        model, "hf_quantizer"
+    )  # a refused calibration leaves nothing
     with pytest.raises(RuntimeError, match="full-precision cache"):
         hf_lowbit.assert_quantized(model)
 

@@ -37,9 +37,7 @@ def vq_decode_attention_reference(
         if length == 0:
             continue
         in_window = _window_positions(length, coded, sinks, query.device)
-        index = torch.where(
-            in_window < sinks, in_window, sinks + (in_window - sinks) % (k_window.shape[2] - sinks)
-        )
+        index = torch.where(in_window < sinks, in_window, sinks + (in_window - sinks) % (k_window.shape[2] - sinks))
         positions = torch.cat([in_window, torch.arange(sinks, sinks + coded, device=query.device)])
         keys = torch.cat([k_window[row][:, index].to(dtype), _decode(k_codes[row], k_table, coded).to(dtype)], 1)
         values = torch.cat([v_window[row][:, index].to(dtype), _decode(v_codes[row], v_table, coded).to(dtype)], 1)
