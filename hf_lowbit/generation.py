@@ -13,6 +13,7 @@ from .compat import CACHE_ARG
 
 
 CACHE_NAMES = ("loopvq", "lowbit")
+CACHE_OPTIONS = ("recent_window", "prefill_chunk_size", "strict", "backend")
 
 
 def make_cache(model, name: str = "lowbit", **options: Any):
@@ -24,7 +25,7 @@ def make_cache(model, name: str = "lowbit", **options: Any):
         **options: options of the cache class, e.g. ``recent_window``, ``prefill_chunk_size``, ``strict``.
 
     Raises:
-        ValueError: unknown name, or the model carries no codebooks.
+        ValueError: unknown name or option, or the model carries no codebooks.
     """
     from .loopvq.attach import has_loopvq
     from .loopvq.cache import LoopVQCache
@@ -37,6 +38,9 @@ def make_cache(model, name: str = "lowbit", **options: Any):
             "codebooks. Calibrate it first (hf_lowbit.calibrate(model, tokenizer, LowBitConfig(...), dataset=...)) or "
             "load a calibrated checkpoint with `import hf_lowbit` before from_pretrained."
         )
+    unknown = sorted(set(options) - set(CACHE_OPTIONS))
+    if unknown:
+        raise ValueError(f"unknown options {unknown} in cache_config; this cache knows {', '.join(CACHE_OPTIONS)}.")
     return LoopVQCache(model, **options)
 
 

@@ -160,6 +160,8 @@ def calibrate(
 
 
 def _texts(dataset) -> list[str]:
+    if dataset is None:
+        raise ValueError("calibration needs dataset=: a list of texts, or the path of a JSONL file of them.")
     return list(dataset) if isinstance(dataset, (list, tuple)) else read_texts(dataset)
 
 

@@ -58,6 +58,13 @@ def read_artifact(name: str) -> dict[str, Any]:
     layers, fingerprint, codebook_bytes, weight_bytes = _read_tensors(folder)
     if fingerprint != stored.get("fingerprint"):
         raise ValueError(f"{name} is damaged: its config.json and its tensors hold different fingerprints")
+    group, channels = round(8 / stored["loopvq"]["bits"]), layers[0]["key_shape"][-1]
+    size = stored["loopvq"].get("loop_group_size") or group // channels
+    if size * channels != group:
+        raise ValueError(
+            f"{name} is damaged: {stored['loopvq']['bits']:g} bits means {group} elements per code, but its tables hold "
+            f"{channels} channels x {size} loop steps"
+        )
     report = folder / REPORT_NAME
     sizes = ("num_hidden_layers", "total_ut_steps", "num_attention_heads", "num_key_value_heads", "head_dim", "dtype")
     return {

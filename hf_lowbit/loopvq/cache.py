@@ -245,6 +245,12 @@ class LoopVQCache(Cache):
         chunk = self._chunk
         if chunk is None:
             raise RuntimeError("LoopVQCache.attend was called outside of run(); call the model, not its layers.")
+        if module is not self.spec.layers[layer]:
+            self._chunk = None
+            raise ValueError(
+                "this LoopVQCache was made for another model: its codebooks fit that model's weights only. Make one with "
+                "LoopVQCache(model) for the model that uses it."
+            )
         key, value = key.detach(), value.detach()
         if self._stores is None:
             self._allocate(len(chunk.start), key.dtype)
@@ -293,7 +299,12 @@ class LoopVQCache(Cache):
             added = valid.sum(1).tolist()
             offsets = valid.long().cumsum(1).sub_(1).clamp_min_(0)
         end = [a + b for a, b in zip(start, added)]
-        if min(end, default=0) == 0 or count == 0:
+        if count == 0:
+            raise ValueError(
+                f"no new tokens: the cache holds {self._seen} already, and the input adds none. Pass the whole text so far "
+                "and something new after it, or reset() the cache."
+            )
+        if min(end, default=0) == 0:
             raise ValueError(
                 f"rows {[b for b, n in enumerate(end) if n == 0]} of the batch hold no token at all (empty prompt, or "
                 "attention_mask all zero); give every row at least one token."

@@ -74,8 +74,12 @@ class CalibrationReport:
         ]
         if len(self.held_out) > 1:
             lines[-1] += (
-                f", fine-tuned {self.held_out[self.best_epoch]:.4g} "
-                f"(epoch {self.best_epoch} of {len(self.held_out) - 1}, step size {self.learning_rate:g})"
+                ", fine-tuning did not lower it"
+                if self.best_epoch == 0
+                else (
+                    f", fine-tuned {self.held_out[self.best_epoch]:.4g} "
+                    f"(epoch {self.best_epoch} of {len(self.held_out) - 1}, step size {self.learning_rate:g})"
+                )
             )
         lines.append("seconds: " + ", ".join(f"{stage} {value:.1f}" for stage, value in self.seconds.items()))
         return "\n".join(lines)

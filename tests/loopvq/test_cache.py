@@ -272,6 +272,23 @@ def test_wrong_mask_batch_or_options_are_refused(make_coded_model, make_model, p
         LoopVQCache(make_model())
 
 
+def test_a_cache_of_another_model_is_refused(make_coded_model, make_model, prompt):
+    cache = LoopVQCache(make_coded_model())
+    for other in (make_coded_model(seed=1), make_model()):
+        with pytest.raises(ValueError, match="made for another model"):
+            other(prompt(10)[None], **{CACHE_ARG: cache})
+
+
+def test_unknown_options_and_empty_input_are_refused(make_coded_model, prompt):
+    model = make_coded_model()
+    with pytest.raises(ValueError, match=r"unknown options \['recentwindow'\]"):
+        model.generate(prompt(10)[None], cache_implementation="loopvq", cache_config={"recentwindow": 64})
+    cache = LoopVQCache(model)
+    model(prompt(10)[None], **{CACHE_ARG: cache})
+    with pytest.raises(ValueError, match="no new tokens"):
+        model(prompt(10)[None, :0], **{CACHE_ARG: cache})
+
+
 def test_strict_refuses_the_reference_path(make_coded_model, prompt):
     model = make_coded_model()
     with pytest.raises(RuntimeError, match="strict=True"):
