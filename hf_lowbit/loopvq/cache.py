@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional as F
@@ -73,6 +73,8 @@ class _Chunk:
         valid: bool ``[B, count]``, or None when every column is a real token.
         positions: int64 ``[B, count]`` among the row's real tokens (padding: any).
         start, end, coded, coded_after: per row, on the host: tokens before and after, coded tokens during and after.
+        pages: (row, page) of every page that this pass encodes, the same in all layers.
+        targets: per device, rows and window indices of a decode pass's tokens, the same in all slots.
     """
 
     count: int
@@ -82,6 +84,15 @@ class _Chunk:
     end: list[int]
     coded: list[int]
     coded_after: list[int]
+    pages: list[tuple[int, int]] = field(init=False)
+    targets: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.pages = [
+            (row, page)
+            for row, (before, after) in enumerate(zip(self.coded, self.coded_after))
+            for page in range(before // PAGE, after // PAGE)
+        ]
 
     @property
     def is_decode(self) -> bool:
@@ -389,8 +400,11 @@ class LoopVQCache(Cache):
         return torch.where(positions < self.sinks, positions, self.sinks + (positions - self.sinks) % self.ring)
 
     def _write_token(self, store: _LayerStore, step: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        rows = torch.arange(key.shape[0], device=key.device)
-        index = self._window_index(self._chunk.positions[:, 0].to(key.device))
+        targets = self._chunk.targets
+        if key.device not in targets:
+            positions = self._chunk.positions[:, 0].to(key.device)
+            targets[key.device] = (torch.arange(key.shape[0], device=key.device), self._window_index(positions))
+        rows, index = targets[key.device]
         store.window[step, 0, rows, :, index] = key[:, :, 0]
         store.window[step, 1, rows, :, index] = value[:, :, 0]
 
@@ -486,13 +500,8 @@ class LoopVQCache(Cache):
         chunk, size = self._chunk, self.grouping.steps_per_code
         steps = range(block * size, (block + 1) * size)
         device = store.window.device
-        pages = [
-            (row, page)
-            for row, (before, after) in enumerate(zip(chunk.coded, chunk.coded_after))
-            for page in range(before // PAGE, after // PAGE)
-        ]
-        if pages:
-            where = torch.tensor(pages, device=device)
+        if chunk.pages:
+            where = torch.tensor(chunk.pages, device=device)
             rows, page = where[:, 0], where[:, 1]
             positions = self.sinks + PAGE * page.unsqueeze(1) + torch.arange(PAGE, device=device)  # [pages, 8]
             index = self._source_index(rows, positions)
