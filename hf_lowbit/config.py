@@ -15,6 +15,8 @@ FORMAT_VERSION = 1
 PAGE = 8  # tokens per page of codes; also the unit in which the window gives tokens to the codes (paper section 4.3)
 ENTRIES = 256  # one uint8 index per code
 
+METHODS = ("loopvq", "damp")  # fields of LowBitConfig
+
 _GROUP_OF_BITS = {2.0: 4, 1.0: 8, 0.5: 16, 0.25: 32}
 
 
@@ -82,7 +84,8 @@ class LoopVQConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < PAGE or value % PAGE:
                 raise ValueError(f"{name}={value!r} must be a multiple of the page size {PAGE}, at least {PAGE}.")
-        for name, low in (
+        _check_integers(
+            self,
             ("prefill_chunk_size", PAGE),
             ("sequences", 2),
             ("sequence_length", 2),
@@ -90,10 +93,7 @@ class LoopVQConfig:
             ("kmeans_iterations", 1),
             ("kmeans_vectors", 1),
             ("seed", 0),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ValueError(f"{name}={value!r} must be an integer of at least {low}.")
+        )
         if self.learning_rate != "auto":
             if not isinstance(self.learning_rate, (int, float)) or not 0 < self.learning_rate < 1:
                 raise ValueError(f"learning_rate={self.learning_rate!r} must be 'auto' or a number between 0 and 1.")
@@ -112,19 +112,145 @@ class LoopVQConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LoopVQConfig:
         """Build from a (JSON) dict; unknown keys are an error, as they may change the meaning of the codes."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(
-                f"LoopVQConfig does not know {unknown}; it knows {sorted(known)}. If the artifact was made by a newer "
-                "hf_lowbit, update the package."
-            )
-        return cls(**values)
+        return cls(**_known(cls, values))
 
     def to_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
         values["learning_rates"] = list(self.learning_rates)
         return values
+
+
+@dataclass(frozen=True)
+class DAMPConfig:
+    """DAMP: recurrent states with a few key rows in FP16 and the rest in grouped INT8 or INT4.
+
+    The defaults are the paper's (section 5, appendix A.2); every count can be made smaller for small models.
+
+    Args:
+        low_bits: 8 (9 bits a low value with its group's scale) or 4.
+        rows: K_hi, key rows of each value head kept in FP16. None: an eighth of the key channels (16 of 128).
+        zero_point: 4-bit groups have an FP32 zero point beside the FP32 scale (the paper's INT4, 6 bits a value);
+            False: symmetric codes (5 bits). 8-bit groups are symmetric always.
+        rounding: of the low rows at every write: "nearest", "stochastic" (seeded) or "error_feedback" (keeps an FP16
+            residual, which costs more than an FP16 state: for comparison).
+        selector: which rows are protected: "damp" (E[e W]), "error" (E[e]), "retention" (E[W], KDA only),
+            "energy" (E||S_u||^2) or "random".
+        scaling: column scaling and reordering (SR): "per_head" chooses a candidate for every head by J(c), "global" one
+            for the model, "none" keeps columns as they are.
+        horizon: H, decays after an anchor that enter its retention weight W.
+        sequences: calibration sequences, cut into fitting, selection and validation thirds. A multiple of 3.
+        prompt_tokens: tokens of each sequence before the first recorded update.
+        decode_tokens: updates that are recorded or passed over after the prompt.
+        windows: first update of each window, counted from the end of the prompt.
+        window_tokens: updates of a window.
+        anchors: updates of a window after which the state is sampled; each needs ``horizon`` more updates.
+        continuation: "generate" lets the model write ``decode_tokens`` tokens after each prompt (end token suppressed),
+            as in the paper; "text" goes on with the calibration text itself.
+        seed: seeds the splits, random selection and stochastic rounding.
+
+    Raises:
+        ValueError: a value is outside its range; the message names the allowed ones.
+    """
+
+    low_bits: int = 8
+    rows: int | None = None
+    zero_point: bool = True
+    rounding: str = "nearest"
+    selector: str = "damp"
+    scaling: str = "per_head"
+    horizon: int = 256
+    sequences: int = 36
+    prompt_tokens: int = 1024
+    decode_tokens: int = 4096
+    windows: tuple[int, ...] = (0, 2048)
+    window_tokens: int = 1024
+    anchors: tuple[int, ...] = (256, 512, 768)
+    continuation: str = "generate"
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("windows", "anchors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, allowed in (
+            ("low_bits", (8, 4)),
+            ("zero_point", (True, False)),
+            ("rounding", ("nearest", "stochastic", "error_feedback")),
+            ("selector", ("damp", "error", "retention", "energy", "random")),
+            ("scaling", ("per_head", "global", "none")),
+            ("continuation", ("generate", "text")),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is not supported; choose one of {list(allowed)}.")
+        _check_integers(
+            self,
+            ("horizon", 1),
+            ("sequences", 3),
+            ("prompt_tokens", 1),
+            ("decode_tokens", 2),
+            ("window_tokens", 2),
+            ("seed", 0),
+        )
+        if self.rows is not None:
+            _check_integers(self, ("rows", 0))
+        if self.sequences % 3:
+            raise ValueError(
+                f"sequences={self.sequences} must be a multiple of 3: fitting, selection and validation get a third each."
+            )
+        for name, low in (("windows", 0), ("anchors", 1)):
+            values = getattr(self, name)
+            if not values or not all(type(value) is int and value >= low for value in values):
+                raise ValueError(f"{name}={values!r} must hold integers of at least {low}.")
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}={values!r} holds a value twice.")
+        if max(self.anchors) + self.horizon > self.window_tokens:
+            raise ValueError(
+                f"the last anchor {max(self.anchors)} and its horizon of {self.horizon} updates do not fit into a window "
+                f"of {self.window_tokens}; use earlier anchors, a shorter horizon or longer windows."
+            )
+        if max(self.windows) + self.window_tokens > self.decode_tokens:
+            raise ValueError(
+                f"the window from {max(self.windows)} on needs {max(self.windows) + self.window_tokens} updates, but "
+                f"decode_tokens={self.decode_tokens}."
+            )
+
+    def high_rows(self, dk: int) -> int:
+        """K_hi for states with ``dk`` key rows.
+
+        Raises:
+            ValueError: more rows asked for than there are.
+        """
+        rows = dk // 8 if self.rows is None else self.rows
+        if rows > dk:
+            raise ValueError(f"rows={rows} rows cannot be protected in a state with {dk} key rows.")
+        return rows
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DAMPConfig:
+        """Build from a (JSON) dict; unknown keys are an error, as they may change the meaning of the states."""
+        return cls(**_known(cls, values))
+
+    def to_dict(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self)
+        return values | {name: list(values[name]) for name in ("windows", "anchors")}
+
+
+def _check_integers(config, *bounds: tuple[str, int]) -> None:
+    for name, low in bounds:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ValueError(f"{name}={value!r} must be an integer of at least {low}.")
+
+
+def _known(cls, values: dict[str, Any]) -> dict[str, Any]:
+    known = {f.name for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(
+            f"{cls.__name__} does not know {unknown}; it knows {sorted(known)}. If the artifact was made by a newer "
+            "hf_lowbit, update the package."
+        )
+    return values
 
 
 @register_config("lowbit")
@@ -133,10 +259,12 @@ class LowBitConfig(QuantizationConfigMixin):
 
     Args:
         loopvq: codes for the KV cache of a looped model; a :class:`LoopVQConfig` or its dict.
+        damp: packed recurrent states of a model with gated delta-rule layers; a :class:`DAMPConfig` or its dict. At least
+            one method must be given.
         dataset: calibration texts: a list of strings, or the path of a JSONL file of ``{"text": ...}`` lines. Needed
             when an uncalibrated model is loaded with this config; never saved.
         tokenizer: tokenizer for ``dataset``; never saved.
-        fingerprint: hex digest of the weights the codebooks were fitted to; written by the calibration.
+        fingerprint: hex digest of the weights that the artifact was fitted to; written by the calibration.
         format_version: of the artifact; written by the calibration.
 
     Example:
@@ -148,6 +276,7 @@ class LowBitConfig(QuantizationConfigMixin):
     def __init__(
         self,
         loopvq: LoopVQConfig | dict | None = None,
+        damp: DAMPConfig | dict | None = None,
         dataset: list[str] | str | None = None,
         tokenizer: Any = None,
         fingerprint: str | None = None,
@@ -156,31 +285,42 @@ class LowBitConfig(QuantizationConfigMixin):
     ):
         kwargs.pop("quant_method", None)
         if kwargs:
-            raise ValueError(f"LowBitConfig does not know {sorted(kwargs)}; it takes loopvq, dataset and tokenizer.")
+            raise ValueError(f"LowBitConfig does not know {sorted(kwargs)}; it takes loopvq, damp, dataset and tokenizer.")
         if format_version > FORMAT_VERSION:
             raise ValueError(
                 f"this artifact has format version {format_version}, and this hf_lowbit reads up to {FORMAT_VERSION}; "
                 "update the package."
             )
-        if isinstance(loopvq, dict):
-            loopvq = LoopVQConfig.from_dict(loopvq)
-        if loopvq is None:
-            raise ValueError("LowBitConfig needs a method: LowBitConfig(loopvq=LoopVQConfig(bits=0.5)).")
-        if not isinstance(loopvq, LoopVQConfig):
-            raise ValueError(f"loopvq must be a LoopVQConfig or a dict, not {type(loopvq).__name__}.")
+        methods = {"loopvq": (loopvq, LoopVQConfig), "damp": (damp, DAMPConfig)}
+        for name, (value, cls) in methods.items():
+            if isinstance(value, dict):
+                value = cls.from_dict(value)
+            if value is not None and not isinstance(value, cls):
+                raise ValueError(f"{name} must be a {cls.__name__} or a dict, not {type(value).__name__}.")
+            setattr(self, name, value)
+        if not self.methods:
+            raise ValueError(
+                "LowBitConfig needs a method: LowBitConfig(loopvq=LoopVQConfig(bits=0.5)) for looped models, "
+                "LowBitConfig(damp=DAMPConfig()) for models with gated delta-rule layers."
+            )
         self.quant_method = "lowbit"
-        self.loopvq = loopvq
         self.dataset = dataset
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
         self.format_version = format_version
+
+    @property
+    def methods(self) -> dict[str, LoopVQConfig | DAMPConfig]:
+        """The configurations that were given, by method name."""
+        found = {name: getattr(self, name) for name in METHODS}
+        return {name: config for name, config in found.items() if config is not None}
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: without dataset and tokenizer, which belong to a run and not to the artifact."""
         return {
             "quant_method": self.quant_method,
             "format_version": self.format_version,
-            "loopvq": self.loopvq.to_dict(),
+            **{name: config.to_dict() for name, config in self.methods.items()},
             "fingerprint": self.fingerprint,
         }
 
@@ -191,6 +331,7 @@ class LowBitConfig(QuantizationConfigMixin):
         """A copy with some arguments changed."""
         values = dict(
             loopvq=self.loopvq,
+            damp=self.damp,
             dataset=self.dataset,
             tokenizer=self.tokenizer,
             fingerprint=self.fingerprint,

@@ -1,0 +1,1 @@
+"""DAMP: decay-aware mixed-precision recurrent states (see docs/damp.md)."""
