@@ -2,6 +2,7 @@
 # make test      set up .venv and run the suite, then again on the oldest supported transformers
 # make test-gpu  the whole suite with this machine's own python and packages (needs CUDA)
 # make bench-kernels  time the kernels against PyTorch's attention (needs CUDA)
+# make bench-damp  time the DAMP update against flash-linear-attention's FP32 kernels (needs CUDA and fla)
 # make lint      ruff
 # make clean     remove what these targets made
 
@@ -13,7 +14,7 @@ OLDEST := $(VENV)/oldest-$(OLDEST_TRANSFORMERS)
 TEST_ENV := env -u CUDA_VISIBLE_DEVICES OMP_NUM_THREADS=1 TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-latest test-oldest test-gpu bench-kernels lint format clean
+.PHONY: demo test test-latest test-oldest test-gpu bench-kernels bench-damp lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-lowbit demo
@@ -31,6 +32,9 @@ test-gpu:
 
 bench-kernels:
 	PYTHONPATH=kernels/torch-ext $(PYTHON) kernels/benchmarks/bench_vq_attention.py --json docs/benchmarks/vq_attention.json
+
+bench-damp:
+	PYTHONPATH=kernels/torch-ext $(PYTHON) kernels/benchmarks/bench_damp_update.py --json docs/benchmarks/damp_update.json $(BENCH_ARGS)
 
 lint: $(VENV)/.linter
 	$(BIN)/ruff check .

@@ -6,7 +6,8 @@ Importing the package registers the native looped models (Ouro) and the ``lowbit
 
 from . import models as _models  # noqa: F401  registers the native models
 from .artifact import assert_quantized
-from .config import LoopVQConfig, LowBitConfig
+from .config import DAMPConfig, LoopVQConfig, LowBitConfig
+from .damp.cache import DAMPStateCache
 from .loopvq.cache import LoopVQCache
 from .quantizer import LowBitQuantizer, calibrate
 
@@ -14,6 +15,8 @@ from .quantizer import LowBitQuantizer, calibrate
 __version__ = "0.1.0"
 
 __all__ = [
+    "DAMPConfig",
+    "DAMPStateCache",
     "LoopVQCache",
     "LoopVQConfig",
     "LowBitConfig",

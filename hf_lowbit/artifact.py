@@ -1,22 +1,37 @@
-"""What a calibrated model carries: codebooks on its layers and a fingerprint of the weights they were fitted to."""
+"""What a calibrated model carries: tables on its layers and a fingerprint of the weights they were fitted to."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 import torch
 
-from .config import lowbit_config
-from .loopvq.attach import detach_loopvq, has_loopvq, loopvq_codebooks
-from .loopvq.codebook import SIDES, LoopVQCodebook
+from . import generation, methods
+from .config import LowBitConfig, lowbit_config
 
 
 FINGERPRINT = "lowbit_fingerprint"  # uint8 [32] buffer of the top-level model
 
-# Settings besides the weights that codes depend on: other values give other keys for the same weights.
-_STRUCTURE = ("total_ut_steps", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+# Settings besides the weights that cached states depend on: other values give other states for the same weights. A
+# setting that a model does not have leaves no trace, so models of new kinds may add names here.
+_STRUCTURE = (
+    "total_ut_steps",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_heads",
+    "linear_head_dim",
+    "linear_conv_kernel_dim",
+    "linear_allow_neg_eigval",
+)
 
 
 def weights_fingerprint(model) -> str:
@@ -30,6 +45,7 @@ def weights_fingerprint(model) -> str:
         ValueError: a weight is on the meta device (offloaded), so that it cannot be read.
     """
     base = getattr(model, "base_model", model)
+    base = getattr(base, "language_model", base)  # of a model that also sees images
     digest = hashlib.sha256()
     for name, parameter in sorted(base.named_parameters()):
         if parameter.is_meta:
@@ -47,6 +63,9 @@ def weights_fingerprint(model) -> str:
     structure = {name: getattr(config, name, None) for name in _STRUCTURE}
     rope = getattr(config, "rope_parameters", None) or {}
     structure |= {f"rope.{name}": value for name, value in rope.items()}
+    kinds = getattr(config, "layer_types", None) or []
+    if "linear_attention" in kinds:
+        structure["layer_types"] = " ".join(kinds)
     # 10000 and 10000.0, or a default spelled out as None, are the same setting.
     structure = {k: float(v) if isinstance(v, (int, float)) else v for k, v in structure.items() if v is not None}
     digest.update(json.dumps(structure, sort_keys=True, default=str).encode())
@@ -61,8 +80,13 @@ def attach_fingerprint(model, fingerprint: str | None = None) -> None:
 
 
 def detach(model) -> None:
-    """Remove everything a calibration left on the model."""
-    detach_loopvq(model)
+    """Remove everything a calibration left on the model: it is an ordinary one again, and is saved as one."""
+    methods.detach(model)
+    generation.disable(model)
+    if isinstance(getattr(model.config, "quantization_config", None), LowBitConfig):
+        del model.config.quantization_config
+        for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+            model.__dict__.pop(name, None)
     if FINGERPRINT in getattr(model, "_buffers", {}):
         delattr(model, FINGERPRINT)
 
@@ -74,29 +98,22 @@ def stored_fingerprint(model) -> str | None:
 
 
 def validate(model) -> None:
-    """Check that the codebooks belong to these weights and are whole.
+    """Check that the tables belong to these weights and are whole.
 
     Raises:
-        ValueError: another fingerprint, entries that are not finite, or tables that are constant.
+        ValueError: another fingerprint, or tables that cannot be right.
     """
+    found = methods.methods_on(model)
     stored, actual = stored_fingerprint(model), weights_fingerprint(model)
     if stored != actual:
+        tables = " and ".join(method.tables for method in found)
         raise ValueError(
-            f"the codebooks were fitted to other weights (fingerprint {stored and stored[:12]}, these weights have "
-            f"{actual[:12]}). Calibrate again for this checkpoint, or load the weights the codebooks came with; "
+            f"the {tables} were fitted to other weights (fingerprint {stored and stored[:12]}, these weights have "
+            f"{actual[:12]}). Calibrate again for this checkpoint, or load the weights the {tables} came with; "
             "fine-tuned or merged weights need their own calibration."
         )
-    for layer, codebook in enumerate(loopvq_codebooks(model)):
-        for side in SIDES:
-            table = getattr(codebook, f"{side}_table").view(torch.float16)
-            if codebook.has_metric:
-                weights = getattr(codebook, f"{side}_metric").view(torch.float16)
-                if not torch.isfinite(weights).all() or not (weights > 0).all():
-                    raise ValueError(f"the {side} metric of layer {layer} is not positive; the artifact is damaged.")
-            if not torch.isfinite(table).all():
-                raise ValueError(f"the {side} codebook of layer {layer} holds NaN or Inf; the artifact is damaged.")
-            if bool((table == table.flatten()[0]).all()):
-                raise ValueError(f"the {side} codebook of layer {layer} is constant; the artifact is damaged.")
+    for method in found:
+        method.validate(model)
 
 
 def assert_quantized(model) -> None:
@@ -106,11 +123,12 @@ def assert_quantized(model) -> None:
     and runs it in full precision; call this where that must not go unnoticed.
 
     Raises:
-        RuntimeError: the model carries no codebooks.
+        RuntimeError: the model carries no tables of any method.
     """
-    if not has_loopvq(model):
+    if not methods.methods_on(model):
+        tables = " and no ".join(method.tables for method in methods.METHODS.values())
         raise RuntimeError(
-            f"this {type(model).__name__} would run with a full-precision cache: it carries no codebooks. Put `import "
+            f"this {type(model).__name__} would run with a full-precision cache: it carries no {tables}. Put `import "
             "hf_lowbit` before from_pretrained, or calibrate the model with hf_lowbit.calibrate."
         )
 
@@ -118,8 +136,8 @@ def assert_quantized(model) -> None:
 def expected_tensors(model) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the artifact's tensors in ``model.state_dict()``."""
     found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LoopVQCodebook):
+    for method in methods.methods_on(model):
+        for name, module in methods.named_tables(model, method):
             for buffer_name, buffer in module.named_buffers():
                 found[f"{name}.{buffer_name}"] = tuple(buffer.shape)
     if FINGERPRINT in model._buffers:
@@ -127,34 +145,32 @@ def expected_tensors(model) -> dict[str, tuple[int, ...]]:
     return found
 
 
+_LAYER = re.compile(rf"\blayers\.(\d+)\..*\b({'|'.join(methods.METHODS)})\.(\w+)$")
+
+
+def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
+    """(layer, method, buffer) of a table's name in a model or a checkpoint file, else None.
+
+    What stands around these parts differs: a bare decoder has no ``model.``, a model that also sees images has
+    ``language_model.``, and some architectures rename their modules when they are saved.
+    """
+    match = _LAYER.search(name)
+    return match and (int(match[1]), match[2], match[3])
+
+
+def is_fingerprint_name(name: str) -> bool:
+    """Whether ``name`` is the fingerprint buffer's, in a model or a checkpoint file."""
+    return name.rsplit(".", 1)[-1] == FINGERPRINT
+
+
 def describe(model) -> dict[str, Any]:
-    """What a calibrated model holds: configuration, fingerprint, and shape of each layer's tables and bytes of its
-    buffers."""
+    """What a calibrated model holds: configuration, fingerprint, and sizes of each layer's tables."""
     config = lowbit_config(model)
-    layers = [
-        {
-            "layer": layer,
-            "shape": list(codebook.key_table.shape),
-            **{
-                f"{side}_bytes": sum(b.nbytes for name, b in codebook.named_buffers() if name.startswith(side))
-                for side in SIDES
-            },
-            "device": str(codebook.device),
-        }
-        for layer, codebook in enumerate(loopvq_codebooks(model))
-    ]
-    grouping = loopvq_codebooks(model)[0].grouping
-    return {
+    described = {
         "quant_method": config.quant_method,
         "format_version": config.format_version,
         "fingerprint": stored_fingerprint(model),
-        "loopvq": config.loopvq.to_dict(),
-        "grouping": {
-            "steps": grouping.steps,
-            "steps_per_code": grouping.steps_per_code,
-            "group_size": grouping.group_size,
-            "channels": grouping.channels,
-        },
-        "layers": layers,
-        "codebook_bytes": sum(layer["key_bytes"] + layer["value_bytes"] for layer in layers),
     }
+    for method in methods.methods_on(model):
+        described |= method.describe(model)
+    return described

@@ -9,6 +9,7 @@ Supported: transformers 5.17 and later (tested on 5.17.0 and 5.24.0).
 | ``create_causal_mask(...)`` takes the cache as | ``past_key_values=`` | ``cache=`` |
 | attention layers call | ``update(k, v, idx)`` | ``update(k, v, idx, kwargs=kwargs)`` |
 | ``modeling_utils.slice_logits_to_keep`` | absent | present |
+| loading with a quantizer: tensors whose names differ in file and model | keep the file's dtype | get the model's |
 | activation checkpointing | ``gradient_checkpointing_enable`` | ``activation_checkpointing_enable`` (old name warns) |
 
 The name is read from the installed output classes rather than from the version number, so development builds between
@@ -18,6 +19,7 @@ two releases work too. Our own ``forward`` methods name the argument ``cache`` a
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ import transformers
 from packaging.version import Version
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.quantizers.base import HfQuantizer
 
 
 TRANSFORMERS_VERSION = Version(transformers.__version__)
@@ -121,6 +124,32 @@ except ImportError:
         return hidden_states[:, logits_to_keep, :]
 
 
+def dtypes_to_load(model, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype that each floating tensor of a model on the meta device gets from a load without a quantizer."""
+    kept = [re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype)]
+    in_fp32 = re.compile("|".join(kept) or "(?!)")  # (?!) matches nothing
+    return {
+        name: torch.float32 if in_fp32.search(name) else tensor.dtype
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point()
+    }
+
+
+def restore_dtypes(model, dtypes: dict[str, torch.dtype]) -> None:
+    """Undo the dtypes of a release that keeps the file's for renamed tensors, as soon as there is a quantizer.
+
+    Args:
+        model: just loaded.
+        dtypes: what :func:`dtypes_to_load` said before.
+    """
+    if hasattr(HfQuantizer, "get_new_dtype"):  # 5.24
+        return
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        wanted = dtypes.get(name, tensor.dtype)
+        if tensor.dtype != wanted and not tensor.is_meta:
+            tensor.data = tensor.data.to(wanted)
+
+
 def is_activation_checkpointing(model) -> bool:
     """Whether the model recomputes activations in the backward pass."""
     if hasattr(model, "activation_checkpointing_enable"):
@@ -146,9 +175,11 @@ __all__ = [
     "cache_from_kwargs",
     "cache_kwargs",
     "check_transformers_version",
+    "dtypes_to_load",
     "get_cache",
     "is_activation_checkpointing",
     "make_output",
+    "restore_dtypes",
     "set_activation_checkpointing",
     "slice_logits_to_keep",
     "update_cache",

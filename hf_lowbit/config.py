@@ -285,7 +285,9 @@ class LowBitConfig(QuantizationConfigMixin):
     ):
         kwargs.pop("quant_method", None)
         if kwargs:
-            raise ValueError(f"LowBitConfig does not know {sorted(kwargs)}; it takes loopvq, damp, dataset and tokenizer.")
+            raise ValueError(
+                f"LowBitConfig does not know {sorted(kwargs)}; it takes loopvq, damp, dataset and tokenizer."
+            )
         if format_version > FORMAT_VERSION:
             raise ValueError(
                 f"this artifact has format version {format_version}, and this hf_lowbit reads up to {FORMAT_VERSION}; "

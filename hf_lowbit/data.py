@@ -1,6 +1,7 @@
 """JSONL texts and tasks, and tokenized sequences for calibration.
 
-A text file holds one ``{"text": ...}`` a line. A task file holds one item a line:
+A text file holds one ``{"text": ...}`` a line; a ``"domain"`` beside it labels the text for calibrations that balance
+domains. A task file holds one item a line:
 ``{"task", "prompt", "target", "max_new_tokens"}``, with an optional ``"answer"`` that says where in the generation the
 answer stands (a key of ``ANSWER_RULES``: ``"first_line"``, ``"after_hashes"``); other keys are ignored. Lines in the
 layout of GSM8K (``question``, ``answer``) and HumanEval (``prompt``, ``entry_point``) are understood too. Names that
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,9 @@ import torch
 
 
 logger = logging.getLogger(__name__)
+
+# What a calibration takes: a JSONL path, texts, or {"text", "domain"} dicts.
+Texts = str | os.PathLike | Sequence[str] | Sequence[dict[str, str]]
 
 # Where the answer of a task stands unless its item says otherwise; a task not named here has it on the first line.
 ANSWER_RULE_OF_TASK = {
@@ -91,6 +96,32 @@ def read_texts(path: str | Path, limit: int | None = None) -> list[str]:
     if not texts:
         raise ValueError(f'{path}: no texts found; expected one {{"text": ...}} object per line')
     return texts
+
+
+def calibration_texts(dataset: Texts) -> tuple[list[str], list[str] | None]:
+    """The texts of a data set and, if all of them have one, their domains.
+
+    Args:
+        dataset: the path of a JSONL file, or a list of texts or of ``{"text": ..., "domain": ...}`` dicts.
+
+    Returns:
+        Texts, and one domain for each or None.
+
+    Raises:
+        OSError, ValueError: as :func:`read_texts`; also if only some lines have a domain.
+    """
+    if isinstance(dataset, (str, os.PathLike)):
+        records = list(_records(dataset))
+        texts = read_texts(dataset)
+    else:
+        records = [(f"text {i}", record) for i, record in enumerate(dataset) if isinstance(record, dict)]
+        texts = [_field(x, "text", str, f"text {i}") if isinstance(x, dict) else x for i, x in enumerate(dataset)]
+    domains = [_field(record, "domain", str, where) for where, record in records if "domain" in record]
+    if domains and len(domains) != len(texts):
+        raise ValueError(
+            f"{len(domains)} of {len(texts)} calibration texts have a 'domain'; give every text one, or none."
+        )
+    return texts, domains or None
 
 
 def write_texts(path: str | Path, texts: Sequence[str]) -> None:
@@ -192,6 +223,39 @@ def calibration_sequences(
     if empty:
         logger.warning("%d of %d calibration texts are empty and were skipped", empty, visited)
     return torch.tensor(sequences, dtype=torch.long)
+
+
+def domain_sequences(
+    texts: Sequence[str], domains: Sequence[str] | None, tokenizer: Any, n: int, length: int, seed: int = 0
+) -> tuple[torch.LongTensor, list[str] | None]:
+    """:func:`calibration_sequences` with equal parts from every domain.
+
+    Args:
+        texts, tokenizer, n, length, seed: as there; only texts of one domain are joined.
+        domains: one label per text, or None.
+
+    Returns:
+        int64 ``[n, length]`` and the label of each row, or None. If ``n`` is no multiple of the number of domains, the
+        first ones (in order of appearance) give one sequence more.
+
+    Raises:
+        ValueError: more domains than sequences, or a domain with too little text; the message names it.
+    """
+    if domains is None:
+        return calibration_sequences(texts, tokenizer, n, length, seed), None
+    names = list(dict.fromkeys(domains))
+    if len(names) > n:
+        raise ValueError(f"{n} calibration sequences cannot cover {len(names)} domains ({', '.join(names)}).")
+    parts, labels = [], []
+    for i, name in enumerate(names):
+        count = n // len(names) + (i < n % len(names))
+        try:
+            own = [text for text, domain in zip(texts, domains, strict=True) if domain == name]
+            parts.append(calibration_sequences(own, tokenizer, count, length, seed))
+        except ValueError as error:
+            raise ValueError(f"domain {name!r}: {error}") from None
+        labels += [name] * count
+    return torch.cat(parts), labels
 
 
 def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:

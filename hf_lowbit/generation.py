@@ -7,13 +7,16 @@ taken from ``generate()``'s arguments and turned into a cache object.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from transformers import GenerationMixin
+
 from .compat import CACHE_ARG
+from .config import METHODS as METHOD_NAMES
 
 
-CACHE_NAMES = ("loopvq", "lowbit")
-CACHE_OPTIONS = ("recent_window", "prefill_chunk_size", "strict", "backend")
+CACHE_NAMES = (*METHOD_NAMES, "lowbit")
 
 
 def make_cache(model, name: str = "lowbit", **options: Any):
@@ -21,40 +24,53 @@ def make_cache(model, name: str = "lowbit", **options: Any):
 
     Args:
         model: a calibrated model.
-        name: ``"loopvq"``, or ``"lowbit"`` for whatever the model's artifact holds.
-        **options: options of the cache class, e.g. ``recent_window``, ``prefill_chunk_size``, ``strict``.
+        name: a method (``"loopvq"``, ``"damp"``), or ``"lowbit"`` for whatever the model's artifact holds.
+        **options: options of the cache class, e.g. ``recent_window`` or ``rounding``, ``prefill_chunk_size``, ``strict``.
 
     Raises:
-        ValueError: unknown name or option, or the model carries no codebooks.
+        ValueError: unknown name or option, or the model carries no tables of that method.
     """
-    from .loopvq.attach import has_loopvq
-    from .loopvq.cache import LoopVQCache
+    # Imported here: the looped models import this file, and the methods know the looped models' layers.
+    from .methods import METHODS, methods_on
 
     if name not in CACHE_NAMES:
         raise ValueError(f"unknown cache {name!r}; hf_lowbit knows {', '.join(CACHE_NAMES)}.")
-    if not has_loopvq(model):
+    found = methods_on(model)
+    wanted = found if name == "lowbit" else [method for method in found if method.name == name]
+    if not wanted:
+        missing = METHODS.values() if name == "lowbit" else [METHODS[name]]
         raise ValueError(
             f"cache_implementation={name!r} needs a calibrated model, but this {type(model).__name__} carries no "
-            "codebooks. Calibrate it first (hf_lowbit.calibrate(model, tokenizer, LowBitConfig(...), dataset=...)) or "
-            "load a calibrated checkpoint with `import hf_lowbit` before from_pretrained."
+            f"{' and no '.join(method.tables for method in missing)}. Calibrate it first (hf_lowbit.calibrate(model, "
+            "tokenizer, LowBitConfig(...), dataset=...)) or load a calibrated checkpoint with `import hf_lowbit` before "
+            "from_pretrained."
         )
-    unknown = sorted(set(options) - set(CACHE_OPTIONS))
+    if len(wanted) > 1:
+        raise ValueError(
+            f"this model carries tables of {' and '.join(method.name for method in wanted)}, and no cache serves both "
+            "yet; choose one by cache_implementation."
+        )
+    (method,) = wanted
+    unknown = sorted(set(options) - set(method.cache_options))
     if unknown:
-        raise ValueError(f"unknown options {unknown} in cache_config; this cache knows {', '.join(CACHE_OPTIONS)}.")
-    return LoopVQCache(model, **options)
+        raise ValueError(
+            f"unknown options {unknown} in cache_config; this cache knows {', '.join(method.cache_options)}."
+        )
+    return method.make_cache(model, **options)
 
 
 class LowBitGenerationMixin:
     """Put before ``GenerationMixin``: a calibrated model uses its own cache, by default or by name."""
 
     def generate(self, *args, cache_implementation: str | None = None, cache_config: dict | None = None, **kwargs):
-        """As :meth:`transformers.GenerationMixin.generate`, and two more values of ``cache_implementation``.
+        """As :meth:`transformers.GenerationMixin.generate`, and three more values of ``cache_implementation``.
 
         Args:
-            cache_implementation: ``"loopvq"`` or ``"lowbit"`` asks for the quantized cache by name (an error on an
-                uncalibrated model), ``"dynamic"`` turns it off, the other stock names work as ever. None: the
-                quantized cache when the model is calibrated.
-            cache_config: options of the quantized cache (``recent_window``, ``prefill_chunk_size``, ``strict``).
+            cache_implementation: ``"loopvq"``, ``"damp"`` or ``"lowbit"`` (whichever of them the model has) asks for
+                the quantized cache by name (an error on a model that was not calibrated for it), ``"dynamic"`` turns it
+                off, the other stock names work as ever. None: the quantized cache when the model is calibrated.
+            cache_config: options of the quantized cache (``recent_window`` or ``rounding``, ``prefill_chunk_size``,
+                ``strict``).
         """
         if cache_implementation in CACHE_NAMES:
             if kwargs.get(CACHE_ARG) is not None or kwargs.get("past_key_values") is not None:
@@ -72,13 +88,55 @@ class LowBitGenerationMixin:
         return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        from .loopvq.attach import has_loopvq
+        from .methods import methods_on
 
         free_to_choose = (
             model_kwargs.get(CACHE_ARG) is None
             and generation_config.cache_implementation is None
             and generation_config.use_cache is not False
         )
-        if free_to_choose and has_loopvq(self):
+        if free_to_choose and methods_on(self):
             model_kwargs[CACHE_ARG] = make_cache(self, **(generation_config.cache_config or {}))
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+def enable(model) -> None:
+    """Give a model of one of transformers' own classes the :class:`LowBitGenerationMixin`.
+
+    The model becomes an instance of a subclass of its class, with the same name and module, so that it stays what it was
+    for ``isinstance``, for ``save_pretrained`` and for whoever looks its class up by name. Does nothing for models that
+    have the mixin (Ouro) or cannot generate (a bare decoder).
+    """
+    if isinstance(model, GenerationMixin) and not isinstance(model, LowBitGenerationMixin):
+        model.__class__ = _enabled_class(type(model))
+
+
+def disable(model) -> None:
+    """Undo :func:`enable`."""
+    stock = getattr(type(model), "_class_without_lowbit", None)
+    if stock is not None:
+        model.__class__ = stock
+
+
+@functools.cache
+def _enabled_class(stock: type) -> type:
+    body = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        "__reduce_ex__": _reduce_enabled,
+        "_class_without_lowbit": stock,
+    }
+    return type(stock.__name__, (LowBitGenerationMixin, stock), body)
+
+
+def _reduce_enabled(self, protocol):
+    # Pickle would look the class up by its name and find transformers' own.
+    stock = self._class_without_lowbit
+    state = super(_enabled_class(stock), self).__reduce_ex__(max(2, protocol))
+    return (_new_enabled, (stock,), *state[2:])
+
+
+def _new_enabled(stock: type):
+    cls = _enabled_class(stock)
+    return cls.__new__(cls)

@@ -1,4 +1,4 @@
-"""The README of an artifact on the Hub. It begins with the import, without which the codebooks would go unused."""
+"""The README of an artifact on the Hub. It begins with the import, without which the tables would go unused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from .config import lowbit_config
-from .loopvq.attach import loopvq_codebooks
+from .artifact import stored_fingerprint
+from .methods import METHODS, methods_on
 
 
 if TYPE_CHECKING:
@@ -25,18 +25,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 name = "{name}"
 model = AutoModelForCausalLM.from_pretrained(name)
 tokenizer = AutoTokenizer.from_pretrained(name)
-hf_lowbit.assert_quantized(model)  # raises if the codebooks were not picked up
+hf_lowbit.assert_quantized(model)  # raises if the {tables} were not picked up
 
 inputs = tokenizer("Once upon a time", return_tensors="pt")
-output = model.generate(**inputs, max_new_tokens=64)  # uses the {bits:g}-bit cache
+output = model.generate(**inputs, max_new_tokens=64)  # uses {cache}
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 ```
 
 # {title}
 
-The weights are those of {base}, unchanged. Beside them the file holds codebooks for the KV cache, fitted
-with hf_lowbit. All but the first {sinks} and the {window} most recent tokens are stored as 8-bit codes, one for {group} elements of keys or
-values ({coupling}): {bits:g} bit per element. `cache_implementation="dynamic"` in `generate` turns that off.
+The weights are those of {base}, unchanged. {description}
+`cache_implementation="dynamic"` in `generate` turns that off.
 
 | calibration | |
 |---|---|
@@ -58,42 +57,37 @@ def model_card(
 
     Args:
         model: a calibrated model.
-        report: ``CalibrationReport.to_dict()``, for the held-out KL.
+        report: ``to_dict()`` of what ``calibrate`` returned, for the figures of the calibration.
         base_model: folder or Hub id of the uncalibrated model; only an id becomes metadata.
         repo_id: the name in the usage snippet.
 
     Raises:
         ValueError: the model is not calibrated.
     """
-    codebooks = loopvq_codebooks(model)
-    config = lowbit_config(model).to_dict()
-    loopvq = config["loopvq"]
+    found = methods_on(model)
+    if not found:
+        raise ValueError(
+            f"this {type(model).__name__} carries none of {', '.join(m.tables for m in METHODS.values())}; a card is for "
+            "a calibrated model."
+        )
+    parts = [method.card(model, report) for method in found]
+    rows = {name: value for part in parts for name, value in part.rows.items()}
+    rows["fingerprint of the weights"] = f"`{stored_fingerprint(model)}`"
     hub_id = base_model if base_model and _is_hub_id(base_model) else None
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=hub_id,
         base_model_relation="quantized" if hub_id else None,
-        tags=["hf-lowbit", "loopvq", "kv-cache", "looped-transformer"],
+        tags=["hf-lowbit", *(tag for part in parts for tag in part.tags)],
     )
-    rows = {
-        "data": f"{loopvq['sequences']} sequences x {loopvq['sequence_length']} tokens, seed {loopvq['seed']}",
-        "fine-tuning": f"{loopvq['epochs']} epochs",
-        "fingerprint of the weights": f"`{config['fingerprint']}`",
-    }
-    if report:
-        rows["held-out KL after k-means"] = f"{report['held_out'][0]:.4g} nats per token"
-        rows["held-out KL of the codebooks kept"] = f"{report['held_out'][report['best_epoch']]:.4g} nats per token"
-    group, steps = round(8 / loopvq["bits"]), codebooks[0].grouping.steps_per_code
     body = _BODY.format(
         name=repo_id or "PATH_OR_REPO_ID",
-        title=f"{(hub_id or type(model).__name__).rsplit('/', 1)[-1]}, {loopvq['bits']:g}-bit KV cache",
+        title=", ".join([(hub_id or type(model).__name__).rsplit("/", 1)[-1], *(part.title for part in parts)]),
         base=f"[{hub_id}](https://huggingface.co/{hub_id})" if hub_id else "the model it was calibrated from",
-        sinks=loopvq["sink_tokens"],
-        window=loopvq["recent_window"],
-        group=group,
-        coupling=f"{group // steps} channels of {steps} loop step{'s' if steps > 1 else ''}",
-        bits=loopvq["bits"],
+        tables=" and ".join(method.tables for method in found),
+        cache=" and ".join(part.cache for part in parts),
+        description="\n".join(part.description for part in parts),
         rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n{body}")

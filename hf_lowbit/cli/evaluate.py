@@ -23,8 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-tokens", type=int, default=2048, metavar="N", help="cut texts to N tokens (default 2048)"
     )
+    parser.add_argument(
+        "--text-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="recurrent states only: tokens of a text processed at once before single-token steps (default 64)",
+    )
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="rows at once (default 16)")
-    parser.add_argument("--recent-window", type=int, metavar="N", help="another window than the artifact's")
+    parser.add_argument(
+        "--recent-window", type=int, metavar="N", help="codes only: another window than the artifact's"
+    )
     parser.add_argument("--strict", action="store_true", help="fail rather than fall back to a slower implementation")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="only for models that draw random states")
     common.add_model_arguments(parser)
@@ -38,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.text is None and args.tasks is None:
         raise ValueError("nothing to evaluate on: give --text, --tasks or both")
-    for flag in ("limit", "text_tokens", "batch_size"):
+    for flag in ("limit", "text_tokens", "text_prompt_tokens", "batch_size"):
         value = getattr(args, flag)
         if value is not None and value < 1:
             raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, got {value}")
@@ -56,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
         tasks,
         cache_config=options | ({"strict": True} if args.strict else {}),
         text_tokens=args.text_tokens,
+        text_prompt_tokens=args.text_prompt_tokens,
         batch_size=args.batch_size,
         seed=args.seed,
         progress=not args.quiet,

@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..config import METHODS
 from . import common
 
 
 NAME = "generate"
 HELP = "continue a prompt greedily and print the memory report of the cache"
-CACHES = ("loopvq", "dynamic")
+CACHES = (*METHODS, "dynamic")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder or Hub id")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--cache", choices=CACHES, default=None, help="default: loopvq if the model is calibrated")
+    parser.add_argument("--cache", choices=CACHES, default=None, help="default: what the model is calibrated for")
     parser.add_argument("--strict", action="store_true", help="fail rather than fall back to a slower implementation")
     common.add_model_arguments(parser)
 
@@ -55,13 +56,13 @@ def _build_cache(model: Any, args: argparse.Namespace) -> dict[str, Any]:
 
     from ..compat import cache_kwargs
     from ..generation import make_cache
-    from ..loopvq.attach import has_loopvq
+    from ..methods import methods_on
 
-    name = args.cache or ("loopvq" if has_loopvq(model) else "dynamic")
+    name = args.cache or ("lowbit" if methods_on(model) else "dynamic")
     if name == "dynamic":
         if args.strict:
             raise ValueError(f"--strict asks for the quantized cache, but {args.model} is not calibrated")
-        return cache_kwargs(DynamicCache(config=model.config))
+        return cache_kwargs(DynamicCache(config=model.config.get_text_config(decoder=True)))
     return cache_kwargs(make_cache(model, name, strict=args.strict))
 
 

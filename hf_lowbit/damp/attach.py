@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from hf_lowbit_kernels import DampLayout, DampPlan
 from torch import nn
+
+from hf_lowbit_kernels import DampLayout, DampPlan
 
 from ..config import DAMPConfig, lowbit_config
 from .spec import DeltaLayer, DeltaSpec
@@ -58,8 +59,13 @@ def attach_damp(model, config: DAMPConfig, plans: Sequence[DampPlan] | None = No
 
 def damp_layout(layer: DeltaLayer, config: DAMPConfig) -> DampLayout:
     """Bytes of the layer's states."""
+    return layout_of(layer.dk, layer.dv, config)
+
+
+def layout_of(dk: int, dv: int, config: DAMPConfig) -> DampLayout:
+    """Bytes of states of ``dk`` x ``dv``."""
     return DampLayout(
-        layer.dk, layer.dv, config.high_rows(layer.dk), config.low_bits, zero_point=config.low_bits == 4 and config.zero_point
+        dk, dv, config.high_rows(dk), config.low_bits, zero_point=config.low_bits == 4 and config.zero_point
     )
 
 

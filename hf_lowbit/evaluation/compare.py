@@ -13,12 +13,12 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 from ..compat import CACHE_ARG
-from ..config import PAGE, lowbit_config
+from ..config import lowbit_config
 from ..data import Task
 from ..generation import make_cache
 from .greedy import Generations, generate_greedily, left_pad
 from .metrics import accuracy, divergence, repeats
-from .storage import full_cache_bytes
+from .storage import full_cache_bytes, recurrent_states
 from .teacher_forced import compare_on_texts
 
 
@@ -33,6 +33,8 @@ METRICS = (
     "cache_bytes",
     "tokens_per_second",
 )
+# More of them when it is recurrent states that are quantized.
+STATE_METRICS = ("state_bits_per_value", "state_bytes")
 
 
 def evaluate(
@@ -44,6 +46,7 @@ def evaluate(
     cache_implementation: str = "lowbit",
     cache_config: dict[str, Any] | None = None,
     text_tokens: int = 2048,
+    text_prompt_tokens: int | None = None,
     batch_size: int = 16,
     seed: int = 0,
     progress: bool = True,
@@ -58,6 +61,8 @@ def evaluate(
         cache_implementation: the quantized cache, ``"lowbit"`` for the one that the model was calibrated for.
         cache_config: its run-time options (``recent_window``, ``strict``).
         text_tokens: texts are cut to so many tokens.
+        text_prompt_tokens: tokens of a text that recurrent states get at once, before the single-token steps that are
+            compared; None: 64. Not for codes, whose window decides that.
         batch_size: prompts generated at once, and texts compared at once.
         seed: torch's seed; only models that draw random states need it, the evaluation itself draws nothing.
         progress: show progress bars.
@@ -67,11 +72,13 @@ def evaluate(
         kl_mean (nats) and top1_agreement against the full-precision cache; first_divergence, the mean index of the
         first generated token that differs (identical generations count with their length, so the full side holds the
         mean length); accuracy by task and its mean over tasks; bits_per_element of what is quantized; cache_bytes, what
-        one sequence of ``settings["cache_prompt_tokens"]`` tokens occupies (the codebooks are shared by all sequences
-        and listed in ``cache_detail``); tokens_per_second, new tokens over wall time. More detail stands beside them.
+        one sequence of ``settings["cache_prompt_tokens"]`` tokens occupies (codebooks and index tables are shared by all
+        sequences and listed in ``cache_detail``); tokens_per_second, new tokens over wall time. For recurrent states also
+        ``STATE_METRICS``: bits per element of the states, measured from the tensors with all their scales, and the bytes
+        of one sequence's states. More detail stands beside them; ``kl_by_position`` is the drift curve.
 
     Raises:
-        ValueError: neither texts nor tasks, no codebooks, or texts too short for a code to be read.
+        ValueError: neither texts nor tasks, an uncalibrated model, or texts too short for anything quantized to be read.
     """
     if not texts and not tasks:
         raise ValueError("nothing to evaluate on: give texts, tasks or both")
@@ -80,7 +87,7 @@ def evaluate(
     options = dict(cache_config or {})
     # Built first: an uncalibrated model or a bad option fails before any work is done.
     probe = make_cache(model, cache_implementation, **options)
-    sinks, window = probe.sinks, probe.window
+    schedule = probe.forced_schedule(text_prompt_tokens)
 
     full: dict[str, Any] = dict.fromkeys(METRICS)
     quantized: dict[str, Any] = dict.fromkeys(METRICS)
@@ -90,8 +97,7 @@ def evaluate(
             model,
             sequences,
             lambda: make_cache(model, cache_implementation, **options),
-            sink_tokens=sinks,
-            recent_window=window,
+            schedule,
             batch_size=batch_size,
             progress=progress,
         )
@@ -130,9 +136,11 @@ def evaluate(
             "cache": cache_implementation,
             "cache_config": options,
             "backend": backend,
-            "sink_tokens": sinks,
-            "recent_window": window,
-            "chunk_tokens": PAGE,
+            # None where there is no such thing.
+            "sink_tokens": getattr(probe, "sinks", None),
+            "recent_window": getattr(probe, "window", None),
+            "prefill_tokens": schedule.prefill,
+            "chunk_tokens": schedule.step,
             "cache_prompt_tokens": len(prompt),
             "quantization_config": lowbit_config(model).to_dict(),
         },
@@ -174,23 +182,29 @@ def _storage(
 ) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Bytes of both caches after ``prompt``, and the backend that decoded its last token (fed alone for that)."""
     ids, _ = left_pad([prompt], 0, model.device)
-    caches = (DynamicCache(config=model.config), make_cache(model, cache_implementation, **options))
+    text_config = model.config.get_text_config(decoder=True)
+    caches = (DynamicCache(config=text_config), make_cache(model, cache_implementation, **options))
     for cache in caches:
         for piece in (ids[:, :-1], ids[:, -1:]):
             if piece.shape[1]:
                 model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE_ARG: cache})
     stock, ours = caches
     report = ours.memory_report()
-    full = {
-        "cache_bytes": full_cache_bytes(stock),
-        "bits_per_element": 8.0 * next(layer.keys for layer in stock.layers).element_size(),
-    }
-    # What belongs to this one sequence; the codebooks are shared by all and stand in the detail.
-    quantized = {
+    full: dict[str, Any] = {"cache_bytes": full_cache_bytes(stock)}
+    # What belongs to this one sequence; codebooks and tables are shared by all and stand in the detail.
+    quantized: dict[str, Any] = {
         "cache_bytes": report.per_request,
         "bits_per_element": report.bits_per_element,
         "cache_detail": report.to_dict(),
     }
+    if hasattr(report, "state_bits_per_value"):
+        states = recurrent_states(stock)
+        full["state_bytes"] = sum(state.nbytes for state in states)
+        full["state_bits_per_value"] = 8 * full["state_bytes"] / sum(state.numel() for state in states)
+        full["bits_per_element"] = full["state_bits_per_value"]
+        quantized |= {"state_bytes": report.state_bytes, "state_bits_per_value": report.state_bits_per_value}
+    else:
+        full["bits_per_element"] = 8.0 * next(layer.keys for layer in stock.layers).element_size()
     return full, quantized, str(ours.backend)
 
 

@@ -55,6 +55,8 @@ def format_table(result: dict[str, Any]) -> str:
         "top1_agreement": ("top-1 agreement", "{:.4f}"),
         "nll_mean": ("loss, nats per token", "{:.4f}"),
         "bits_per_element": ("bits per quantized element", "{:g}"),
+        "state_bits_per_value": ("bits per state value", "{:g}"),
+        "state_bytes": ("bytes of states", "{:,}"),
         "cache_bytes": (f"cache bytes, {result['settings']['cache_prompt_tokens']:,} tokens", "{:,}"),
         "tokens_per_second": ("new tokens per second", "{:.1f}"),
     }

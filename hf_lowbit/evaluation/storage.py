@@ -24,11 +24,19 @@ def tensor_bytes(root: Any) -> int:
     return sum(storages.values())
 
 
+# Where the layers of a stock cache keep what belongs to the sequences: attention, and recurrent layers.
+_KEPT = ("keys", "values", "conv_states", "recurrent_states")
+
+
 def full_cache_bytes(cache: Cache) -> int:
-    """Bytes of the keys and values of a stock cache."""
-    return tensor_bytes(
-        [[layer.keys, layer.values] for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    )
+    """Bytes of keys, values, convolution and recurrent states of a stock cache."""
+    return tensor_bytes([getattr(layer, name, None) for layer in cache.layers for name in _KEPT])
+
+
+def recurrent_states(cache: Cache) -> list[torch.Tensor]:
+    """The recurrent states of a stock cache that exist, one per layer that has one."""
+    states = [state for layer in cache.layers for state in getattr(layer, "recurrent_states", {}).values()]
+    return [state for state in states if state is not None]
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -1,17 +1,16 @@
 """KL divergence and top-1 agreement on given texts, through the real quantized cache.
 
-Why chunks of 8 tokens measure what decoding sees. A query at position q reads key p from the codes exactly when
-``S <= p < S + n_q`` with ``n_q = 8 * floor(max(0, q - S - W) / 8)`` (S sinks, W recent window).
-With chunk borders at S + W + 8 j, ``n_q`` is the same for all queries of a chunk: feeding a page at a time shows each
-query the codes it would see in token-by-token decoding, in an eighth of the calls. Larger chunks would let late
-queries of a chunk read tokens in full precision that decoding has already encoded, and flatter the result. The first
-chunk may hold S + W tokens, since no code is visible before position S + W + 8.
+Both caches get the same tokens, so that every position compares two distributions over the same past. The quantized
+cache gets them as decoding would: in steps that its :class:`~hf_lowbit.protocols.ForcedSchedule` names. Those are pages
+of 8 tokens for codes, which show each query what it would see token by token (the reason stands at
+``LoopVQCache.forced_schedule``), and single tokens for packed recurrent states, which are rounded at every write. The
+full-precision cache has nothing to round and takes longer pieces; for recurrent states this changes logits by about
+1e-6 relative, as a chunk sums in another order than single steps.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,15 +20,15 @@ from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..compat import CACHE_ARG
-from ..config import PAGE
+from ..protocols import ForcedSchedule
 
 
-BUCKET = 256  # positions per point of the drift curve
+BUCKET = 256  # positions per point of the drift curve, and tokens of a piece of the full-precision side
 
 
 @dataclass(frozen=True)
 class TeacherForced:
-    """Means over all positions where at least one page of codes is visible.
+    """Means over all positions whose prediction the quantized cache can change.
 
     Attributes:
         kl_mean: KL(full || quantized) of the next-token distribution, nats, computed in fp32.
@@ -52,44 +51,65 @@ class TeacherForced:
         return asdict(self)
 
 
-class _Sums:
-    """Running sums in fp64 over the counted positions."""
+class ForcedMetrics:
+    """What two caches predict for one batch of texts, position by position, kept on the device without waiting for it.
 
-    def __init__(self) -> None:
-        self.kl = self.agree = self.nll_full = self.nll_quantized = 0.0
-        self.positions = self.labelled = 0
-        self.buckets: dict[int, tuple[float, int]] = {}
+    Args:
+        rows: token ids of the texts, B of them.
+        first_counted: earlier positions are left out.
+        device: where the logits will be.
+        dtype: of the log-probabilities. fp32 has noise of about 1e-8 nats, which hides what fp16 states cost in a model
+            that computes in fp32; fp64 resolves that.
 
-    def add(
-        self, full: torch.Tensor, quantized: torch.Tensor, labels: torch.Tensor, counted: torch.Tensor, first: int
-    ) -> None:
-        """Add one chunk.
+    Attributes:
+        ids: int64 ``[B, longest row]``. Shorter rows go on with their last token, which is not counted.
+        counted: bool, same shape: real tokens from ``first_counted`` on.
+        kl, nll_full, nll_quantized: fp64, same shape, nats. agree: bool, same shape. Valid where counted; the losses not
+            at a row's last token, which has no next one.
+    """
 
-        Args:
-            full, quantized: logits ``[B, n, vocab]``.
-            labels: next tokens ``[B, n]``, -100 where there is none.
-            counted: bool ``[B, n]``, False for padding and for positions that see no codes.
-            first: position of the chunk's first token.
+    def __init__(
+        self,
+        rows: Sequence[Sequence[int]],
+        first_counted: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ):
+        width = max(map(len, rows))
+        self.dtype = dtype
+        self.ids = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows], device=device)
+        lengths = torch.tensor([len(row) for row in rows], device=device)[:, None]
+        positions = torch.arange(width, device=device)
+        self.counted = (positions >= first_counted) & (positions < lengths)
+        self.labelled = self.counted & (positions < lengths - 1)
+        self.agree = torch.zeros_like(self.counted)
+        zeros = torch.zeros(3, *self.ids.shape, dtype=torch.float64, device=device)
+        self.kl, self.nll_full, self.nll_quantized = zeros
+
+    def add(self, first: int, full: torch.Tensor, quantized: torch.Tensor) -> None:
+        """Take the logits ``[B, n, vocab]`` of both caches at the positions from ``first`` on."""
+        count = full.shape[1]
+        span = slice(first, first + count)
+        log_p = F.log_softmax(full.to(self.dtype), dim=-1)
+        log_q = F.log_softmax(quantized.to(self.dtype), dim=-1)
+        self.kl[:, span] = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).double()
+        self.agree[:, span] = log_p.argmax(-1) == log_q.argmax(-1)
+        # After the last position there is no token; the stand-in's loss is never read.
+        following = F.pad(self.ids[:, first + 1 : first + 1 + count], (0, 1))[:, :count, None]
+        self.nll_full[:, span] = -log_p.gather(-1, following)[..., 0].double()
+        self.nll_quantized[:, span] = -log_q.gather(-1, following)[..., 0].double()
+
+    def check_finite(self, start: int, end: int) -> None:
+        """Wait for the device and look at the positions from ``start`` to before ``end``.
+
+        Raises:
+            ValueError: a counted position has no finite KL.
         """
-        count = int(counted.sum())
-        if not count:
-            return
-        log_p = F.log_softmax(full[counted].float(), dim=-1)
-        log_q = F.log_softmax(quantized[counted].float(), dim=-1)
-        kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).double().sum().item()
-        if not math.isfinite(kl):
-            raise ValueError(f"the logits after position {first} are not finite; cannot compare the caches")
-        labels = labels[counted]
-        known = (labels >= 0).nonzero().squeeze(-1)
-        self.kl += kl
-        self.agree += (log_p.argmax(-1) == log_q.argmax(-1)).sum().item()
-        self.positions += count
-        self.nll_full -= log_p[known, labels[known]].double().sum().item()
-        self.nll_quantized -= log_q[known, labels[known]].double().sum().item()
-        self.labelled += len(known)
-        key = first // BUCKET * BUCKET  # chunks start at multiples of 8 and never reach into the next bucket
-        total, before = self.buckets.get(key, (0.0, 0))
-        self.buckets[key] = (total + kl, before + count)
+        bad = (self.counted & ~self.kl.isfinite())[:, start:end].any(0).nonzero()
+        if len(bad):
+            raise ValueError(
+                f"the logits after position {start + int(bad[0])} are not finite; cannot compare the caches"
+            )
 
 
 @torch.no_grad()
@@ -97,9 +117,8 @@ def compare_on_texts(
     model: PreTrainedModel,
     sequences: Sequence[Sequence[int]],
     make_cache: Callable[[], Cache],
+    schedule: ForcedSchedule,
     *,
-    sink_tokens: int,
-    recent_window: int,
     batch_size: int = 8,
     progress: bool = True,
 ) -> TeacherForced:
@@ -108,67 +127,94 @@ def compare_on_texts(
     Args:
         model: a causal language model in eval mode.
         sequences: token ids of the texts. Shorter rows of a batch are padded on the right and not counted: causal
-            attention and batch-invariant caches keep the padding from reaching the real tokens.
+            layers and batch-invariant caches keep the padding from reaching the real tokens.
         make_cache: builds an empty quantized cache; called once per batch.
-        sink_tokens, recent_window: the cache's S and W, which place the chunk borders.
+        schedule: how that cache is fed, ``cache.forced_schedule()``.
         batch_size: texts per batch.
         progress: show a progress bar.
 
     Raises:
-        ValueError: no text is longer than S + W + 8 tokens, so that no query would see a code.
+        ValueError: no text is longer than ``schedule.first_counted`` tokens, so that nothing quantized would be read.
     """
-    first_coded = sink_tokens + recent_window + PAGE
-    usable = sorted((list(ids) for ids in sequences if len(ids) > first_coded), key=len, reverse=True)
+    first = schedule.first_counted
+    usable = sorted((list(ids) for ids in sequences if len(ids) > first), key=len, reverse=True)
     if not usable:
         longest = max((len(ids) for ids in sequences), default=0)
         raise ValueError(
-            f"no text has more than {first_coded} tokens ({sink_tokens} sinks, a window of {recent_window} and a page "
-            f"of {PAGE}), so that no code would ever be read; the longest has {longest}"
+            f"no text has more than {first} tokens, so that nothing quantized would ever be read (this cache is fed "
+            f"{schedule.prefill} tokens at once and then {schedule.step} at a time); the longest has {longest}"
         )
-    sums = _Sums()
-    total = sum(len(ids) for ids in usable)
-    with tqdm(total=total, desc="KL on texts", unit="token", disable=None if progress else True) as bar:
+    batches = []
+    with tqdm(
+        total=sum(map(len, usable)), desc="KL on texts", unit="token", disable=None if progress else True
+    ) as bar:
         for start in range(0, len(usable), batch_size):
-            _compare_batch(model, usable[start : start + batch_size], make_cache(), first_coded, sums, bar)
-    return TeacherForced(
-        kl_mean=sums.kl / sums.positions,
-        top1_agreement=sums.agree / sums.positions,
-        nll_full=sums.nll_full / max(sums.labelled, 1),
-        nll_quantized=sums.nll_quantized / max(sums.labelled, 1),
-        positions=sums.positions,
-        texts=len(usable),
-        kl_by_position=[[key, value / count] for key, (value, count) in sorted(sums.buckets.items())],
-    )
+            rows = usable[start : start + batch_size]
+            batches.append(_compare_batch(model, rows, make_cache(), schedule, bar))
+    return _summarize(batches, len(usable))
+
+
+def forced_logits(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Cache, schedule: ForcedSchedule
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Feed ``ids [B, width]`` to an empty cache; yields ``(first position, logits [B, n, vocab])`` of each step.
+
+    The prefill's own logits are not computed, but for the last.
+    """
+    begin = min(schedule.prefill, ids.shape[1])
+    _forward(model, ids[:, :begin], cache, keep=1)
+    while begin < ids.shape[1]:
+        piece = ids[:, begin : begin + schedule.step]
+        yield begin, _forward(model, piece, cache)
+        begin += piece.shape[1]
 
 
 def _compare_batch(
-    model: PreTrainedModel, rows: list[list[int]], quantized: Cache, first_coded: int, sums: _Sums, bar: tqdm
-) -> None:
-    lengths = torch.tensor([len(row) for row in rows], device=model.device)
-    width = int(lengths.max())
-    ids = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device=model.device)
-    labels = torch.full_like(ids, -100)
-    labels[:, :-1] = ids[:, 1:]
-    positions = torch.arange(width, device=model.device)
-    labels[positions >= lengths[:, None] - 1] = -100
+    model: PreTrainedModel, rows: list[list[int]], quantized: Cache, schedule: ForcedSchedule, bar: tqdm
+) -> ForcedMetrics:
+    metrics = ForcedMetrics(rows, schedule.first_counted, model.device)
+    stock = DynamicCache(config=model.config.get_text_config(decoder=True))
+    # Long enough to be quick, short enough that logits of batch x 256 x vocabulary stay small; a multiple of the step.
+    piece = max(BUCKET // schedule.step, 1) * schedule.step
+    steps = forced_logits(model, metrics.ids, quantized, schedule)
+    bar.update(schedule.prefill * len(rows))
+    for start, full in forced_logits(model, metrics.ids, stock, schedule._replace(step=piece)):
+        done, end = start, start + full.shape[1]
+        while done < end:
+            first, logits = next(steps)
+            done = first + logits.shape[1]
+            metrics.add(first, full[:, first - start : done - start], logits)
+            bar.update(sum(min(max(len(row) - first, 0), done - first) for row in rows))
+        metrics.check_finite(start, end)
+    return metrics
 
-    full = DynamicCache(config=model.config)
-    # The first piece ends at S + W; later ones are the reference's: long enough to be quick, short enough that
-    # their logits (batch x 256 x vocabulary) stay small. All borders lie at S + W + 8 j.
-    start = first_coded - PAGE
-    _forward(model, ids[:, :start], full, keep=1)
-    _forward(model, ids[:, :start], quantized, keep=1)
-    bar.update(start * len(rows))
-    while start < width:
-        end = min(start + BUCKET, width)
-        reference = _forward(model, ids[:, start:end], full)
-        for begin in range(start, end, PAGE):
-            stop = min(begin + PAGE, end)
-            logits = _forward(model, ids[:, begin:stop], quantized)
-            counted = (positions[begin:stop] >= first_coded) & (positions[begin:stop] < lengths[:, None])
-            sums.add(reference[:, begin - start : stop - start], logits, labels[:, begin:stop], counted, begin)
-            bar.update(int((positions[begin:stop] < lengths[:, None]).sum()))
-        start = end
+
+def _summarize(batches: Sequence[ForcedMetrics], texts: int) -> TeacherForced:
+    def total(values: str, where: str) -> float:
+        return sum(getattr(m, values)[getattr(m, where)].double().sum().item() for m in batches)
+
+    positions = sum(int(m.counted.sum()) for m in batches)
+    labelled = max(sum(int(m.labelled.sum()) for m in batches), 1)
+    return TeacherForced(
+        kl_mean=total("kl", "counted") / positions,
+        top1_agreement=total("agree", "counted") / positions,
+        nll_full=total("nll_full", "labelled") / labelled,
+        nll_quantized=total("nll_quantized", "labelled") / labelled,
+        positions=positions,
+        texts=texts,
+        kl_by_position=drift(batches),
+    )
+
+
+def drift(batches: Sequence[ForcedMetrics]) -> list[list[float]]:
+    """``[first position, mean KL]`` of every stretch of ``BUCKET`` positions that has counted ones."""
+    curve = []
+    for start in range(0, max(m.ids.shape[1] for m in batches), BUCKET):
+        kl = [m.kl[:, start : start + BUCKET][m.counted[:, start : start + BUCKET]] for m in batches]
+        count = sum(map(len, kl))
+        if count:
+            curve.append([start, sum(part.sum().item() for part in kl) / count])
+    return curve
 
 
 def _forward(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, keep: int = 0) -> torch.Tensor:

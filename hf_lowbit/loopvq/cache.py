@@ -26,6 +26,7 @@ from hf_lowbit_kernels import (
 
 from ..config import PAGE
 from ..errors import FallbackError
+from ..protocols import ForcedSchedule
 from .attach import loopvq_codebooks, loopvq_config
 from .codebook import SIDES, LoopVQCodebook
 from .memory import MemoryReport
@@ -102,26 +103,31 @@ class _Chunk:
 class _LayerStore:
     """Tensors of one layer, on its device.
 
-    codes: uint8 ``[nB, 2, B, P, H, 8, NG]``; window: model dtype ``[T, 2, B, H, S + R, D]``.
+    pages: uint8 ``[nB, 2, B, P, H, NG, 8]``, the order that the CUDA kernel reads; codes: the same as ``[nB, 2, B, P, H,
+    8, NG]``; window: model dtype ``[T, 2, B, H, S + R, D]``.
     """
 
     def __init__(self, codebook: LoopVQCodebook, batch: int, pages: int, slots: int, heads: int, dtype: torch.dtype):
         g = codebook.grouping
         device = codebook.device
-        self.codes = torch.empty((g.blocks, 2, batch, pages, heads, PAGE, g.groups), dtype=torch.uint8, device=device)
+        self.pages = torch.empty((g.blocks, 2, batch, pages, heads, g.groups, PAGE), dtype=torch.uint8, device=device)
         self.window = torch.zeros((g.steps, 2, batch, heads, slots, g.head_dim), dtype=dtype, device=device)
         self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # step -> (key, value) of the current chunk
 
+    @property
+    def codes(self) -> torch.Tensor:
+        return self.pages.transpose(-1, -2)
+
     def grow(self, pages: int) -> None:
-        shape = list(self.codes.shape)
+        shape = list(self.pages.shape)
         shape[3] = pages
-        larger = torch.empty(shape, dtype=torch.uint8, device=self.codes.device)
-        larger[:, :, :, : self.codes.shape[3]] = self.codes
-        self.codes = larger
+        larger = torch.empty(shape, dtype=torch.uint8, device=self.pages.device)
+        larger[:, :, :, : self.pages.shape[3]] = self.pages
+        self.pages = larger
 
     def select(self, rows: torch.Tensor) -> None:
-        rows = rows.to(self.codes.device)
-        self.codes = self.codes.index_select(2, rows)
+        rows = rows.to(self.pages.device)
+        self.pages = self.pages.index_select(2, rows)
         self.window = self.window.index_select(2, rows)
 
 
@@ -133,10 +139,10 @@ class LoopVQCache(Cache):
         recent_window: W, recent tokens kept in model dtype; None takes the artifact's. A multiple of 8.
         prefill_chunk_size: longest piece of a prompt that is processed at once; None takes the artifact's.
         strict: raise instead of falling back when decode attention cannot run on the Triton kernel.
-        backend: "auto", or "triton" / "reference" to force a path (for tests).
+        backend: "auto", or "cuda" / "triton" / "reference" to force a path (for tests).
 
     Attributes:
-        backend: "triton" or "reference", the path of decode attention. Prefill attends through PyTorch's
+        backend: "cuda", "triton" or "reference", the path of decode attention. Prefill attends through PyTorch's
             scaled_dot_product_attention on every device.
 
     Raises:
@@ -169,8 +175,8 @@ class LoopVQCache(Cache):
             raise ValueError(f"recent_window={self.window} must be a multiple of {PAGE}, at least {PAGE}.")
         if self.prefill_chunk_size < PAGE:
             raise ValueError(f"prefill_chunk_size={self.prefill_chunk_size} must be at least {PAGE}.")
-        if backend not in ("auto", "triton", "reference"):
-            raise ValueError(f"backend={backend!r} must be 'auto', 'triton' or 'reference'.")
+        if backend not in ("auto", "cuda", "triton", "reference"):
+            raise ValueError(f"backend={backend!r} must be 'auto', 'cuda', 'triton' or 'reference'.")
         self.backend = self._choose_backend(backend, strict)
         self.ring = self.window + PAGE
         super().__init__(layers=[LoopVQSlot(self) for _ in range(self.spec.slots)])
@@ -348,10 +354,17 @@ class LoopVQCache(Cache):
     def _choose_backend(self, asked: str, strict: bool) -> str:
         spec, device = self.spec, self.codebooks[0].device
         dtype = spec.layers[0].k_proj.weight.dtype
-        name, reason = attention_backend(device, spec.head_dim, spec.query_heads // spec.kv_heads, dtype)
+        name, reason = attention_backend(
+            device,
+            spec.head_dim,
+            spec.query_heads // spec.kv_heads,
+            dtype,
+            self.grouping.channels,
+            self.sinks,
+        )
         if asked != "auto":
             name, reason = asked, f"backend={asked!r} was asked for"
-        if name != "triton":
+        if name == "reference":
             if strict:
                 raise FallbackError(f"strict=True, and decode attention would run on the reference path: {reason}.")
             if device.type == "cuda":
@@ -412,12 +425,13 @@ class LoopVQCache(Cache):
         block = step // self.grouping.steps_per_code
         codebook = self.codebooks[layer]
         lengths, coded = self._lengths_on(query.device)
+        table = codebook.staged_table if self.backend == "cuda" else codebook.table
         out = vq_decode_attention(
             query[:, :, 0],
             store.codes[block, 0],
             store.codes[block, 1],
-            codebook.table("key", step),
-            codebook.table("value", step),
+            table("key", step),
+            table("value", step),
             store.window[step, 0],
             store.window[step, 1],
             lengths,
@@ -599,6 +613,27 @@ class LoopVQCache(Cache):
         self._lengths = [n - k for n, k in zip(self._lengths, lost)]
         self._seen -= remove
         self._columns = self._columns[:-remove]
+
+    # -- what the evaluation asks ------------------------------------------------------------------------------------
+
+    def forced_schedule(self, prompt_tokens: int | None = None) -> ForcedSchedule:
+        """Pages, with borders at S + W + 8 j, see what single tokens would see.
+
+        A query at position q reads key p from the codes exactly when ``S <= p < S + n_q`` with
+        ``n_q = 8 * floor(max(0, q - S - W) / 8)``: the same for all queries of a page. Larger steps would let late
+        queries read tokens in full precision that decoding has already encoded, and flatter the result. The first chunk
+        may hold S + W tokens, since no code is visible before position S + W + 8.
+
+        Raises:
+            ValueError: ``prompt_tokens`` is given; the window decides here.
+        """
+        if prompt_tokens is not None:
+            raise ValueError(
+                f"prompt_tokens={prompt_tokens} is for caches of recurrent states. A LoopVQCache reads codes from position "
+                f"{self.sinks + self.window + PAGE} on whatever the prompt; set recent_window to change that."
+            )
+        first = self.sinks + self.window
+        return ForcedSchedule(prefill=first, step=PAGE, first_counted=first + PAGE)
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 

@@ -255,7 +255,7 @@ def _kmeans(model, spec, grouping, config, sequences, report, checkpoints, bar) 
         warnings.warn(
             f"half of the codebooks rest on fewer than {known['effective_points']:.0f} effective points (weights are "
             f"uneven) and have 256 entries; {MIN_EFFECTIVE} or more are advised. Use more or longer sequences.",
-            stacklevel=4,
+            stacklevel=5,  # the caller of calibrate()
         )
     report.seconds.update(known["seconds"])
     report.step_share, report.effective_points = known["step_share"], known["effective_points"]

@@ -41,7 +41,7 @@ class LoopVQCodebook(nn.Module):
             if metric:
                 ones = torch.ones((grouping.steps, kv_heads, grouping.head_dim), dtype=torch.float16, device=device)
                 self.register_buffer(f"{side}_metric", ones.view(torch.int16))
-        self._derived: dict[tuple[Side, int], tuple] = {}
+        self._derived: dict[tuple[Side, int | str], tuple] = {}
 
     @property
     def device(self) -> torch.device:
@@ -50,6 +50,17 @@ class LoopVQCodebook(nn.Module):
     def table(self, side: Side, step: int) -> torch.Tensor:
         """fp16 ``[H, NG, 256, c]``, the entries that loop step ``step`` reads."""
         return getattr(self, f"{side}_table")[step].view(torch.float16)
+
+    def staged_table(self, side: Side, step: int) -> torch.Tensor:
+        """:meth:`table` in the entry-major layout that the CUDA kernel copies as one piece; kept like :meth:`_encoder`."""
+        table = getattr(self, f"{side}_table")
+        version = (table.data_ptr(), table.device, 0 if table.is_inference() else table._version)
+        kept = self._derived.get((side, "staged"))
+        if kept is None or kept[0] != version:
+            # Of all steps at once: one address for the life of the table.
+            kept = (version, table.view(torch.float16).transpose(2, 3).contiguous())  # [T, H, 256, NG, c]
+            self._derived[side, "staged"] = kept
+        return kept[1][step].transpose(1, 2)
 
     def block_tables(self, side: Side, block: int) -> torch.Tensor:
         """fp16 ``[T_c, H, NG, 256, c]``, the tables of all steps in a block."""

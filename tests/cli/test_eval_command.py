@@ -1,10 +1,19 @@
 """``hf-lowbit eval``: the JSON's keys, and what may be left out."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
+import tiny_model
 
-from hf_lowbit.evaluation import METRICS
+import hf_lowbit
+from hf_lowbit.evaluation import METRICS, STATE_METRICS
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "damp"))  # damp_models.py, whatever pytest's import mode
+
+import damp_models  # noqa: E402
 
 
 def test_json(base, artifact, run, tmp_path):
@@ -80,3 +89,43 @@ def test_refusals_leave_no_file(base, artifact, run, tmp_path, flags, message):
 def test_uncalibrated_model(base, run):
     status, _, err = run("eval", base / "model", "--text", base / "text.jsonl", "--quiet")
     assert status == 2 and "needs a calibrated model" in err
+
+
+@pytest.fixture(scope="module")
+def recurrent_artifact(base):
+    """A calibrated model with packed recurrent states."""
+    tokenizer = tiny_model.build_tokenizer()
+    model = damp_models.build_model("qwen3_5", vocab_size=len(tokenizer))
+    hf_lowbit.calibrate(model, tokenizer, tiny_model.DAMP, dataset=tiny_model.texts(6), progress=False)
+    model.save_pretrained(base / "recurrent")
+    tokenizer.save_pretrained(base / "recurrent")
+    return base / "recurrent"
+
+
+def test_recurrent_states(base, recurrent_artifact, run, tmp_path):
+    results = {}
+    for prompt in (16, 64):
+        output = tmp_path / f"{prompt}.json"
+        flags = ["--text", base / "text.jsonl", "--text-tokens", 80, "--text-prompt-tokens", prompt, "--json", output]
+        if prompt == 16:
+            flags += ["--tasks", base / "tasks.jsonl", "--limit", 2]
+        status, out, err = run("eval", recurrent_artifact, *flags, "--quiet")
+        assert status == 0, err
+        results[prompt] = json.loads(output.read_text())
+    full, quantized, settings = (results[16][part] for part in ("full", "quantized", "settings"))
+    for side in (full, quantized):
+        assert all(side[name] is not None for name in (*METRICS, *STATE_METRICS))
+        assert set(side["accuracy"]) == {"word", "sort"}
+    assert full["state_bits_per_value"] == 32 and quantized["state_bits_per_value"] == 10
+    assert full["state_bytes"] / quantized["state_bytes"] == 3.2
+    assert quantized["kl_mean"] > 0 and quantized["cache_bytes"] < full["cache_bytes"]
+    assert settings["text_positions"] == 2 * (80 - 16) and settings["chunk_tokens"] == 1
+    assert results[64]["settings"]["text_positions"] == 3 * (80 - 64)
+
+
+def test_flags_of_the_other_kind_of_cache(base, artifact, recurrent_artifact, run):
+    text = ["--text", base / "text.jsonl", "--quiet"]
+    status, _, err = run("eval", artifact, *text, "--text-prompt-tokens", 64)
+    assert status == 2 and "prompt_tokens=64 is for caches of recurrent states" in err
+    status, _, err = run("eval", recurrent_artifact, *text, "--recent-window", 8)
+    assert status == 2 and "recent_window" in err

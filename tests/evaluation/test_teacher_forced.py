@@ -11,10 +11,12 @@ from hf_lowbit import LoopVQCache
 from hf_lowbit.compat import cache_kwargs
 from hf_lowbit.evaluation import teacher_forced
 from hf_lowbit.evaluation.teacher_forced import compare_on_texts
+from hf_lowbit.protocols import ForcedSchedule
 
 
 SINKS, WINDOW = 8, 8
 FIRST = SINKS + WINDOW + 8
+SCHEDULE = ForcedSchedule(prefill=SINKS + WINDOW, step=8, first_counted=FIRST)
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +24,9 @@ def rows(tokenizer):
     return [tokenizer(text)["input_ids"] for text in tiny_model.texts(3, length=75, seed=3)]
 
 
-def compare(model, rows, make_cache=None, **options):
+def compare(model, rows, make_cache=None, schedule=SCHEDULE, **options):
     make_cache = make_cache or (lambda: LoopVQCache(model))
-    return compare_on_texts(
-        model, rows, make_cache, sink_tokens=SINKS, recent_window=WINDOW, progress=False, **options
-    )
+    return compare_on_texts(model, rows, make_cache, schedule, progress=False, **options)
 
 
 def by_token(model, ids):
@@ -55,6 +55,13 @@ def expected(model, rows):
     return sum(kl) / len(kl), sum(agree).item() / len(agree), *losses.mean(0).tolist()
 
 
+def test_the_cache_names_its_schedule(model):
+    assert LoopVQCache(model).forced_schedule() == SCHEDULE
+    assert LoopVQCache(model, recent_window=32).forced_schedule() == (40, 8, 48)
+    with pytest.raises(ValueError, match="prompt_tokens=64 is for caches of recurrent states"):
+        LoopVQCache(model).forced_schedule(64)
+
+
 def test_pages_equal_single_tokens(model, rows):
     got = compare(model, rows[:1])
     kl, agree, nll_full, nll_quantized = expected(model, rows[:1])
@@ -66,11 +73,16 @@ def test_pages_equal_single_tokens(model, rows):
     assert math.isclose(got.kl_by_position[0][1], kl, rel_tol=1e-4)
 
 
-def test_larger_chunks_would_flatter(model, rows, monkeypatch):
+def test_larger_chunks_would_flatter(model, rows):
     # Not a wish but a warning: late queries of a long chunk read what decoding has encoded already.
     honest = compare(model, rows)
-    monkeypatch.setattr(teacher_forced, "PAGE", 40)
-    assert compare(model, rows).kl_mean != pytest.approx(honest.kl_mean, rel=1e-3)
+    assert compare(model, rows, schedule=SCHEDULE._replace(step=40)).kl_mean < 0.9 * honest.kl_mean
+
+
+def test_single_tokens_are_a_schedule_too(model, rows):
+    by_page, by_token = compare(model, rows), compare(model, rows, schedule=SCHEDULE._replace(step=1))
+    assert math.isclose(by_page.kl_mean, by_token.kl_mean, rel_tol=1e-4)
+    assert by_page.positions == by_token.positions and by_page.top1_agreement == by_token.top1_agreement
 
 
 def test_unequal_texts_in_a_batch(model, rows):

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_lowbit import LoopVQConfig
+from hf_lowbit import DAMPConfig, LoopVQConfig
 from hf_lowbit.models.ouro import OuroConfig, OuroForCausalLM
 
 
@@ -20,7 +20,11 @@ EOS = "<|endoftext|>"
 LOOPVQ = LoopVQConfig(
     bits=0.5, recent_window=8, sequences=4, sequence_length=96, epochs=1, learning_rate=0.01, kmeans_iterations=5
 )
-# The same for ``hf-lowbit calibrate`` (k-means iterations have no flag).
+DAMP = DAMPConfig(
+    rows=2, sequences=3, prompt_tokens=16, decode_tokens=48, windows=(0,), window_tokens=48, anchors=(16, 32), horizon=16,
+    continuation="text",
+)  # fmt: skip
+# LOOPVQ for ``hf-lowbit calibrate`` (k-means iterations have no flag).
 FLAGS = ["--sequences=4", "--sequence-length=96", "--epochs=1", "--learning-rate=0.01", "--recent-window=8", "--quiet"]
 
 

@@ -37,7 +37,9 @@ def run_client(hub, tmp_path):
             "HF_HUB_OFFLINE": "0",
             "TRANSFORMERS_OFFLINE": "0",
             "NO_PROXY": "127.0.0.1,localhost",
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent / "evaluation"), *filter(None, sys.path)]),
+            "PYTHONPATH": os.pathsep.join(
+                [*(str(HERE.parent / folder) for folder in ("evaluation", "damp")), *filter(None, sys.path)]
+            ),
         }
         done = subprocess.run(
             [sys.executable, "-c", code, *map(str, arguments)],

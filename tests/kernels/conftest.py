@@ -45,8 +45,20 @@ def _let_interpreter_loop_over_loaded_bounds():
     interpreter._patch_lang_tensor = patched
 
 
+def _round_fma_once_in_the_interpreter():
+    """Triton's interpreter rounds the product of an fp32 fma; hardware does not, and quotients in kernels rely on it."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_fma(self, x, y, z):
+        exact = x.data.astype("float64") * y.data + z.data
+        return TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = create_fma
+
+
 if HAS_TRITON and not ON_GPU:
     _let_interpreter_loop_over_loaded_bounds()
+    _round_fma_once_in_the_interpreter()
 
 
 @pytest.fixture(scope="session")

@@ -26,15 +26,16 @@ class Case:
     dtype: torch.dtype = torch.float32
     index_dtype: torch.dtype = torch.int32
     normalize: bool = True
+    zero_point: bool = False
 
     @property
     def layout(self) -> DampLayout:
-        return DampLayout(self.dk, self.dv, self.high_rows, self.low_bits)
+        return DampLayout(self.dk, self.dv, self.high_rows, self.low_bits, self.zero_point)
 
     @property
     def id(self) -> str:
         decay = "kda" if self.channel_decay else "gdn"
-        name = f"{decay}-{self.dk}x{self.dv}-hi{self.high_rows}-b{self.low_bits}-h{self.heads}r{self.ratio}"
+        name = f"{decay}-{self.dk}x{self.dv}-hi{self.high_rows}-b{self.low_bits}{'z' * self.zero_point}-h{self.heads}r{self.ratio}"
         return f"{name}-n{len(self.slots)}-{str(self.dtype).removeprefix('torch.')}"
 
 
@@ -54,6 +55,9 @@ CASES = [
     replace(BASE, dk=64, dv=64, low_bits=4),
     replace(BASE, dk=60, dv=40, high_rows=1, low_bits=4, channel_decay=True, heads=4, ratio=2),
     replace(BASE, dk=128, dv=64, high_rows=0, low_bits=4, slots=(1,)),
+    replace(BASE, dk=64, dv=64, low_bits=4, zero_point=True, channel_decay=True),
+    replace(BASE, dk=60, dv=40, high_rows=1, low_bits=4, zero_point=True, heads=4, ratio=2, slots=(1,)),
+    replace(BASE, dk=128, dv=33, high_rows=16, low_bits=4, zero_point=True, heads=1, dtype=torch.bfloat16, slots=(2,)),
     replace(BASE, dk=160, dv=33, high_rows=20, slots=(1,)),
     replace(BASE, dk=1, dv=1, high_rows=0, slots=(1, 3, 0)),
     replace(BASE, normalize=False, dtype=torch.bfloat16, slots=(1, -1, 4)),
@@ -107,6 +111,7 @@ def oracle_decode(record_tiles, case, plan, head):
     for tile, record in enumerate(record_tiles.cpu().numpy()):
         raw = record.tobytes()
         scales_at = 64 * high + low * 32 * case.low_bits // 8
+        width = min(32, case.dv - 32 * tile)
         for i in range(case.dk):
             if i < high:
                 row = np.frombuffer(raw, np.float16, 32, 64 * i).astype(np.float64)
@@ -116,17 +121,21 @@ def oracle_decode(record_tiles, case, plan, head):
                 unit = np.zeros(32)
             else:
                 scale = float(np.frombuffer(raw, np.float32, 1, scales_at + 4 * (i - high))[0])
+                zero = 0.0
+                if case.zero_point:
+                    zero = float(np.frombuffer(raw, np.float32, 1, scales_at + 4 * low + 4 * (i - high))[0])
                 if case.low_bits == 8:
                     codes = np.frombuffer(raw, np.int8, 32, 64 * high + 32 * (i - high)).astype(np.float64)
                 else:
                     packed = np.frombuffer(raw, np.uint8, 16, 64 * high + 16 * (i - high))
                     nibbles = [n for byte in packed for n in (int(byte) % 16, int(byte) // 16)]
-                    codes = np.array([n - 16 if n > 7 else n for n in nibbles], dtype=np.float64)
-                row, unit = codes * scale, np.full(32, scale)
-            width = min(32, case.dv - 32 * tile)
+                    signed = not case.zero_point
+                    codes = np.array([n - 16 if signed and n > 7 else n for n in nibbles], dtype=np.float64)
+                assert not codes[width:].any(), "padding columns have code zero"
+                row, unit = codes * scale + zero, np.full(32, scale)
             state[i, 32 * tile : 32 * tile + width] = row[:width]
             step[i, 32 * tile : 32 * tile + width] = unit[:width]
-            assert not row[width:].any(), "padding columns are zero"
+            assert case.zero_point or not row[width:].any(), "padding columns are zero"
     return state, step
 
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 from damp_cases import BASE, CASES, make_plan, oracle_state
 
-from hf_lowbit_kernels import DampLayout, DampPlan, StochasticRounding, damp_pack, damp_unpack, damp_update_reference
+from hf_lowbit_kernels import (
+    DampLayout,
+    DampPlan,
+    ErrorFeedback,
+    StochasticRounding,
+    damp_pack,
+    damp_unpack,
+    damp_update_reference,
+)
 
 
 reference = sys.modules[damp_update_reference.__module__]
@@ -17,6 +25,10 @@ reference = sys.modules[damp_update_reference.__module__]
 @pytest.mark.parametrize(
     "dk, dv, high_rows, low_bits, bits",
     [
+        (128, 128, 16, "4z", 7.25),
+        (128, 128, 8, "4z", 6.625),
+        (128, 128, 32, "4z", 8.5),
+        (128, 128, 0, "4z", 6.0),
         (128, 128, 16, 8, 9.875),
         (128, 128, 8, 8, 9.4375),
         (128, 128, 32, 8, 10.75),
@@ -30,7 +42,7 @@ reference = sys.modules[damp_update_reference.__module__]
     ],
 )
 def test_bits_per_value_are_the_paper_s(dk, dv, high_rows, low_bits, bits):
-    layout = DampLayout(dk, dv, high_rows, low_bits)
+    layout = DampLayout(dk, dv, high_rows, 4 if low_bits == "4z" else low_bits, zero_point=low_bits == "4z")
     pool = layout.zeros(3, 5)
     assert 8 * pool.numel() * pool.element_size() / (3 * 5 * dk * dv) == pytest.approx(bits, rel=1e-9)
     assert layout.bits_per_value == pytest.approx(bits, rel=1e-9)
@@ -60,7 +72,8 @@ def test_packing_rounds_to_the_nearest_code(case, device):
         for head in range(case.heads):
             expected, unit = oracle_state(records[n, head], case, plan, head)
             got = decoded[n, head].double().cpu().numpy()
-            np.testing.assert_allclose(got, expected, rtol=2e-7, atol=0)
+            cancelled = 3e-6 * unit if case.zero_point else 0.0  # code * scale + zero point
+            assert (np.abs(got - expected) <= 2e-7 * np.abs(expected) + cancelled).all()
             exact = state[n, head].double().cpu().numpy()
             assert (np.abs(got - exact) <= 0.5001 * unit + 3e-7 * np.abs(exact)).all()
     assert not records[..., case.layout.used_bytes :].any()
@@ -105,6 +118,17 @@ def test_philox_known_answers():
     assert [int(x) for x in out] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
+def test_noise_is_the_documented_one(device):
+    """Row 9, column 45 of head 1: octet 45 // 8, its half 45 % 8."""
+    layout = DampLayout(16, 70, 2)
+    rounding = StochasticRounding(5, torch.tensor([11, 12], device=device), layer=7)
+    noise = reference._noise(rounding, torch.tensor([3, 4], device=device), 2, layout)
+    words = reference.philox((torch.tensor(9 * 12 + 5), *map(torch.tensor, (1 + (7 << 16), 12, 4))), 5)
+    half = (int(words[2]) >> 16) & 0xFFFF
+    assert noise.shape == (2, 2, 3, 14, 32) and noise[1, 1, 1, 7, 13] == (half + 0.5) / 65536 - 0.5
+    assert noise.abs().max() < 0.5 and abs(noise.mean()) < 0.02 and abs(noise.std() - 12**-0.5) < 0.01
+
+
 @pytest.mark.parametrize("low_bits", [8, 4])
 def test_stochastic_rounding_is_unbiased_and_reproducible(low_bits, device):
     layout, plan = DampLayout(16, 40, 2, low_bits), DampPlan.identity(1, 16, 40, device)
@@ -139,6 +163,7 @@ def test_errors_say_what_is_allowed():
         (dict(dk=8, dv=0), "dv is 0"),
         (dict(dk=8, dv=8, high_rows=9), "0 to dk = 8"),
         (dict(dk=8, dv=8, high_rows=1, low_bits=6), "8, 4 or 32"),
+        (dict(dk=8, dv=8, high_rows=1, zero_point=True), "zero_point=True is for low_bits=4"),
     ]:
         with pytest.raises(ValueError, match=message):
             DampLayout(**options)
@@ -163,4 +188,6 @@ def test_errors_say_what_is_allowed():
         damp_unpack(torch.zeros(1, 2, 1, 64, dtype=torch.uint8), good, DampLayout(8, 4, 2))
     with pytest.raises(ValueError, match="seed is -1"):
         StochasticRounding(-1, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="residual must be float16"):
+        ErrorFeedback(torch.zeros(1, 2, 1, 6, 32))
     assert BASE.layout.high_rows == 16

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_cases import (
     BASE,
+    BORDERS,
     CASES,
     LARGE,
     ON_GPU,
@@ -15,7 +16,7 @@ from kernel_cases import (
     replace,
 )  # fmt: skip
 
-from hf_lowbit_kernels import attention_backend, build_rope_tables, vq_decode_attention
+from hf_lowbit_kernels import attention_backend, build_rope_tables, entry_major, group_major, vq_decode_attention
 
 
 BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.triton)]
@@ -38,6 +39,99 @@ def test_triton_matches_reference(case, device):
     out = vq_decode_attention(**inputs, backend="triton")
     assert out.dtype == case.dtype and out.shape == inputs["query"].shape
     assert_close("triton", out, expected, case.dtype)
+
+
+def in_cuda_layouts(inputs):
+    """Codes and tables as the CUDA kernel reads them."""
+    codes = {name: group_major(inputs[name]) for name in ("k_codes", "v_codes")}
+    return dict(inputs, **codes, **{name: entry_major(inputs[name]) for name in ("k_table", "v_table")})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim, elements", [(128, 16), (96, 32)])
+def test_group_major_codes_give_the_same_bits(backend, head_dim, elements, device):
+    inputs = attention_inputs(replace(BASE, head_dim=head_dim, elements=elements), device)
+    grouped = dict(inputs, **{name: group_major(inputs[name]) for name in ("k_codes", "v_codes")})
+    assert grouped["k_codes"].stride() != inputs["k_codes"].stride()
+    expected = vq_decode_attention(**inputs, backend=backend)
+    assert torch.equal(vq_decode_attention(**grouped, backend=backend), expected)
+    assert (
+        torch.equal(vq_decode_attention(**in_cuda_layouts(inputs), backend="reference"), expected)
+        or backend != "reference"
+    )
+
+
+def test_cuda_kernel_is_refused_where_it_cannot_run(device):
+    inputs = attention_inputs(BASE, device)  # head_dim 64
+    with pytest.raises(ValueError, match='backend="cuda" is not possible'):
+        vq_decode_attention(**in_cuda_layouts(inputs), backend="cuda")
+
+
+CUDA_BASE = replace(BASE, head_dim=128, dtype=torch.bfloat16)
+CUDA_CASES = [
+    replace(CUDA_BASE, dtype=dtype, elements=elements, **changes)
+    for elements in (16, 32)
+    for dtype in (torch.bfloat16, torch.float16)
+    for changes in (
+        {"lengths": BORDERS},
+        {"lengths": (0, 81, 5, 4099)},
+        {"lengths": (8 + 72, 8 + 72 + 1, 8 + 2 * 72 + 1, 8 + 3 * 72 + 5, 32768), "heads": 16},
+        {"lengths": tuple(range(60, 1200, 31)), "heads": 5},
+        {"lengths": (5000, 700), "splits": 1},
+        {"lengths": (5000, 700), "splits": 3, "frequency": 500.0, "scaling": 1.25},
+    )
+]
+
+
+def needs_cuda_kernel(inputs):
+    query, table = inputs["query"], inputs["k_table"]
+    name, reason = attention_backend(query.device, query.shape[-1], 1, query.dtype, table.shape[-1])
+    if name != "cuda":
+        pytest.skip(f"the CUDA kernel does not run here: {reason}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CUDA_CASES, **by_id)
+def test_cuda_matches_reference(case, device):
+    inputs = attention_inputs(case, device)
+    needs_cuda_kernel(inputs)
+    exact = vq_decode_attention(**dict(inputs, query=inputs["query"].double()), backend="reference")
+    out = vq_decode_attention(**in_cuda_layouts(inputs), backend="cuda").double()
+    assert torch.isfinite(out).all()
+    # The kernel's packed fp16 arithmetic is good to 2^-11 a step, bf16 attention to 2^-9: the sum of squares of 128
+    # channels keeps it below bf16's own rounding.
+    assert (out - exact).norm() < 3e-3 * exact.norm()
+    for row in range(len(case.lengths)):
+        assert (out[row] - exact[row]).abs().max() <= 2.0**-7 * max(1.0, float(exact[row].abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("elements", [16, 32])
+def test_cuda_row_alone_equals_row_in_batch_bit_for_bit(elements, device):
+    case = replace(CUDA_BASE, lengths=(4000, 300, 1000, 81, 3, 2000, 77), elements=elements, heads=16)
+    inputs = attention_inputs(case, device)
+    needs_cuda_kernel(inputs)
+    together = vq_decode_attention(**in_cuda_layouts(inputs), backend="cuda")
+    for row in range(len(case.lengths)):
+        alone = vq_decode_attention(**in_cuda_layouts(one_row(inputs, row)), backend="cuda")
+        assert torch.equal(together[row], alone[0]), f"row {row} of length {case.lengths[row]}"
+
+
+@pytest.mark.gpu
+def test_cuda_kernel_in_a_cuda_graph_and_as_the_default(device):
+    inputs = in_cuda_layouts(attention_inputs(replace(CUDA_BASE, lengths=(3000, 500)), device))
+    needs_cuda_kernel(inputs)
+    expected = vq_decode_attention(**inputs, backend="cuda")
+    assert torch.equal(vq_decode_attention(**inputs), expected)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = vq_decode_attention(**inputs, backend="cuda")
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.gpu
@@ -104,7 +198,7 @@ def test_cuda_graph_replay_follows_new_lengths(device):
         ({"max_coded": 10**6}, "allocate more pages"),
         ({"sinks": 4}, "build it with offset=4"),
         ({"num_splits": 0}, "num_splits must be at least 1"),
-        ({"backend": "cuda"}, "backend must be"),
+        ({"backend": "cublas"}, "backend must be"),
         ({"lengths": torch.tensor([1])}, "lengths must be contiguous int32"),
         ({"k_codes": torch.zeros(2, 1, 2, 8, 4, dtype=torch.uint8)}, r"k_codes has .* expected \[2, P, 2, 8, 16\]"),
         ({"k_table": torch.zeros(2, 16, 256, 4)}, "k_table must be contiguous torch.float16"),

@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
 
 import hf_lowbit
 from hf_lowbit import LoopVQConfig, LowBitConfig, artifact
+from hf_lowbit.loopvq.attach import has_loopvq, loopvq_codebooks
 
 
 CONFIG = dict(bits=1, recent_window=16, sequences=4, sequence_length=96, epochs=1, learning_rate=0.01,
@@ -67,7 +68,7 @@ def assert_same(a, b, ids):
 
 def test_calibration_at_load_equals_calibration_after_it(calibrated, model_dir, tokenizer, texts, prompt):
     later = AutoModelForCausalLM.from_pretrained(model_dir)
-    assert not artifact.has_loopvq(later)
+    assert not has_loopvq(later)
     report = hf_lowbit.calibrate(later, tokenizer, LoopVQConfig(**CONFIG), dataset=texts, progress=False)
     assert report.held_out and report.seconds
     assert_same(calibrated, later, prompt(120))
@@ -96,7 +97,7 @@ def test_sharded_checkpoints_work(calibrated, tmp_path, prompt):
 def test_loading_in_another_dtype_keeps_every_entry(calibrated, tmp_path, dtype):
     calibrated.to(torch.bfloat16).save_pretrained(tmp_path / "a")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=dtype)
-    for x, y in zip(artifact.loopvq_codebooks(calibrated), artifact.loopvq_codebooks(loaded)):
+    for x, y in zip(loopvq_codebooks(calibrated), loopvq_codebooks(loaded)):
         assert torch.equal(x.key_table, y.key_table) and torch.equal(x.value_table, y.value_table)
         x.float(), x.half()  # a cast of the module must not touch the bit patterns either
         assert x.key_table.dtype == torch.int16
@@ -153,14 +154,14 @@ def test_people_without_the_package_can_load_config_and_generation_config(calibr
 def test_base_model_loads_with_its_codebooks(calibrated, tmp_path):
     calibrated.save_pretrained(tmp_path / "a")
     base = AutoModel.from_pretrained(tmp_path / "a")
-    for x, y in zip(artifact.loopvq_codebooks(calibrated), artifact.loopvq_codebooks(base)):
+    for x, y in zip(loopvq_codebooks(calibrated), loopvq_codebooks(base)):
         assert torch.equal(x.key_table, y.key_table)
 
 
 def test_calibrating_again_replaces_the_codebooks(calibrated, tokenizer, texts):
-    before = artifact.loopvq_codebooks(calibrated)[0].key_table.clone()
+    before = loopvq_codebooks(calibrated)[0].key_table.clone()
     hf_lowbit.calibrate(calibrated, tokenizer, LoopVQConfig(**{**CONFIG, "bits": 0.5}), dataset=texts, progress=False)
-    after = artifact.loopvq_codebooks(calibrated)[0].key_table
+    after = loopvq_codebooks(calibrated)[0].key_table
     assert after.shape != before.shape
     assert artifact.describe(calibrated)["loopvq"]["bits"] == 0.5
 
@@ -253,9 +254,7 @@ def test_calibration_needs_data_a_tokenizer_and_a_looped_model(model_dir, tokeni
             hf_lowbit.calibrate(model, tokenizer, LoopVQConfig(**CONFIG), dataset=data, progress=False)
     with pytest.raises(ValueError, match="loop_group_size=8"):
         hf_lowbit.calibrate(model, tokenizer, LoopVQConfig(**{**CONFIG, "loop_group_size": 8}), dataset=texts)
-    assert not artifact.has_loopvq(model) and not hasattr(
-        model, "hf_quantizer"
-    )  # a refused calibration leaves nothing
+    assert not has_loopvq(model) and not hasattr(model, "hf_quantizer")  # a refused calibration leaves nothing
     with pytest.raises(RuntimeError, match="full-precision cache"):
         hf_lowbit.assert_quantized(model)
 
@@ -265,7 +264,7 @@ def test_a_failed_calibration_leaves_the_model_as_it_was(make_model, tokenizer, 
     monkeypatch.setattr("hf_lowbit.loopvq.calibration.Finetuner.run", lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hf_lowbit.calibrate(model, tokenizer, LoopVQConfig(**CONFIG), dataset=texts, progress=False)
-    assert not artifact.has_loopvq(model) and not model.training
+    assert not has_loopvq(model) and not model.training
     assert all(p.requires_grad for p in model.parameters())
 
 

@@ -3,11 +3,12 @@
 Plain PyTorch references on every device; Triton kernels on CUDA when triton is installed.
 """
 
-from .damp_layout import DampLayout, DampPlan, StochasticRounding
+from .damp_layout import DampLayout, DampPlan, ErrorFeedback, StochasticRounding
 from .damp_ops import damp_backend, damp_pack, damp_unpack, damp_update
 from .damp_reference import damp_update_reference
-from .ops import attention_backend, vq_decode_attention, vq_encode
+from .ops import attention_backend, group_major, vq_decode_attention, vq_encode
 from .rope_tables import RopeTables, build_rope_tables
+from .vq_attention_cuda import entry_major
 from .vq_attention_reference import vq_decode_attention_reference
 from .vq_codes import half_norms, vq_decode
 from .vq_encode_reference import vq_encode_reference
@@ -16,6 +17,7 @@ from .vq_encode_reference import vq_encode_reference
 __all__ = [
     "DampLayout",
     "DampPlan",
+    "ErrorFeedback",
     "RopeTables",
     "StochasticRounding",
     "attention_backend",
@@ -25,6 +27,8 @@ __all__ = [
     "damp_unpack",
     "damp_update",
     "damp_update_reference",
+    "entry_major",
+    "group_major",
     "half_norms",
     "vq_decode",
     "vq_decode_attention",

@@ -32,28 +32,33 @@ class DampLayout:
                             ``[dk - K, 16]``, even column low
     low rows, 32 bits       fp32 ``[dk - K, 32]``, no scales       ``64 * K``
     scales                  fp32 ``[dk - K]``                      ``scale_offset``
+    zero points             fp32 ``[dk - K]``, if ``zero_point``   ``scale_offset + 4 * (dk - K)``
     zeros                   up to a multiple of 16 bytes           ``used_bytes``
     ======================  =====================================  ==========================
 
     A low value is ``code * scale``, codes in [-127, 127] or [-7, 7]; the scale is ``amax / 127`` (or 7) over the row's
-    32 columns, computed again at every write (paper, eqs. 5-6). Zero bytes are a zero state. Columns past dv are
-    zeros and counted. ``high_rows=dk`` is an FP16 state, ``high_rows=0`` plain grouped INT8 or INT4; ``low_bits=32``
-    turns quantization of the low rows off. At 128 x 128 with 16 rows a value takes 9.875 bits.
+    32 columns, computed again at every write (paper, eqs. 5-6). With ``zero_point`` it is ``code * scale + zero``,
+    unsigned codes in [0, 15], zero the smallest value and the scale a fifteenth of the range: 6 bits a low value, the
+    paper's INT4. Zero bytes are a zero state. Columns past dv are zeros and counted; they take no part in a zero
+    point's range. ``high_rows=dk`` is an FP16 state, ``high_rows=0`` plain grouped INT8 or INT4; ``low_bits=32`` turns
+    quantization of the low rows off. At 128 x 128 with 16 rows a value takes 9.875 bits.
 
     Attributes:
         dk: key channels, 1 to 256.
         dv: value channels.
         high_rows: K_hi, rows in FP16, 0 to dk.
         low_bits: 8, 4 or 32.
+        zero_point: whether 4-bit groups store a zero point; only with ``low_bits=4``.
 
     Raises:
-        ValueError: a size is out of range.
+        ValueError: a size is out of range, or a zero point is asked for with other than 4 bits.
     """
 
     dk: int
     dv: int
     high_rows: int = 16
     low_bits: int = 8
+    zero_point: bool = False
 
     def __post_init__(self):
         if not 1 <= self.dk <= MAX_KEY_DIM:
@@ -64,6 +69,8 @@ class DampLayout:
             raise ValueError(f"high_rows is {self.high_rows}; allowed is 0 to dk = {self.dk}.")
         if self.low_bits not in LOW_BITS:
             raise ValueError(f"low_bits is {self.low_bits}; allowed is 8, 4 or 32 (32: low rows are not quantized).")
+        if self.zero_point and self.low_bits != 4:
+            raise ValueError(f"zero_point=True is for low_bits=4; with low_bits={self.low_bits} leave it False.")
 
     @property
     def tiles(self) -> int:
@@ -85,9 +92,14 @@ class DampLayout:
         return self.low_offset + self.low_rows * GROUP * self.low_bits // 8
 
     @property
+    def zero_offset(self) -> int:
+        """First byte after the scales: the zero points, if there are any."""
+        return self.scale_offset + (0 if self.low_bits == 32 else 4 * self.low_rows)
+
+    @property
     def used_bytes(self) -> int:
         """Bytes before the zeros at a record's end."""
-        return self.scale_offset + (0 if self.low_bits == 32 else 4 * self.low_rows)
+        return self.zero_offset + (4 * self.low_rows if self.zero_point else 0)
 
     @property
     def record_bytes(self) -> int:
@@ -106,6 +118,10 @@ class DampLayout:
     def pool_shape(self, slots: int, heads: int) -> tuple[int, int, int, int]:
         """Shape of the uint8 tensor that holds ``slots`` states of ``heads`` value heads each."""
         return slots, heads, self.tiles, self.record_bytes
+
+    def residual_shape(self, slots: int, heads: int) -> tuple[int, int, int, int, int]:
+        """Shape of the fp16 tensor of `ErrorFeedback`."""
+        return slots, heads, self.tiles, self.low_rows, GROUP
 
     def zeros(self, slots: int, heads: int, device: torch.device | str | None = None) -> torch.Tensor:
         """A pool of zero states."""
@@ -203,11 +219,13 @@ class DampPlan:
 
 @dataclass(frozen=True)
 class StochasticRounding:
-    """Rounds codes up with the probability of their fraction: ``floor(x / scale + U)``, U uniform in [0, 1).
+    """Rounds codes up with the probability of their fraction: ``round(x / scale + U)``, U uniform in (-1/2, 1/2).
 
-    U comes from Philox4x32-10 with key ``seed`` and counter ``(row * 32 * tiles + column, head + 65536 * layer, step,
-    stream)``, row and column in stored coordinates: the same arguments give the same bits on every device, whatever
-    else is in the batch. High rows are always rounded to nearest. Inferred: the paper does not name its rounding.
+    U = (h + 1/2) / 65536 - 1/2 with 16 random bits h. Eight neighbouring columns 8 j to 8 j + 7 of a row share one call
+    of Philox4x32-10 with key ``seed`` and counter ``(row * 4 * tiles + j, head + 65536 * layer, step, stream)``, row and
+    column in stored coordinates; column 8 j + i takes half i % 2 (the low one first) of word i // 2. So the same
+    arguments give the same bits on every device, whatever else is in the batch. High rows are always rounded to nearest.
+    Inferred: the paper does not name its rounding.
 
     Attributes:
         seed: 0 to 2^63 - 1.
@@ -232,3 +250,30 @@ class StochasticRounding:
             tensor = getattr(self, name)
             if tensor is not None and (tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1):
                 raise ValueError(f"{name} must be int32 or int64 [B], got {tensor.dtype} {tuple(tensor.shape)}.")
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """Carries the rounding error of every low value to its next write: with a residual r, a write of S stores Q(S + r),
+    rounded to nearest, and leaves r <- S + r - Q(S + r). Reading does not use r. High rows are rounded to nearest.
+
+    The residual takes 16 bits a low value, so that state and residual together are larger than an FP16 state. It is
+    clipped at 65504. It means nothing where the stored group is not finite; zero it together with the records.
+
+    Attributes:
+        residual: fp16 `DampLayout.residual_shape`, contiguous but for the first dimension, changed in place. One row per
+            slot in `damp_update`, one per state in `damp_pack`.
+    """
+
+    residual: torch.Tensor
+
+    def __post_init__(self):
+        residual = self.residual
+        if residual.dtype != torch.float16 or residual.dim() != 5:
+            raise ValueError(
+                f"residual must be float16 [slots, HV, tiles, low_rows, {GROUP}], got {residual.dtype} "
+                f"{tuple(residual.shape)}. Allocate it with torch.zeros(layout.residual_shape(slots, HV))."
+            )
+
+
+Rounding = StochasticRounding | ErrorFeedback | None

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from .damp_layout import DampLayout, DampPlan, StochasticRounding
+from .damp_layout import DampLayout, DampPlan, ErrorFeedback, Rounding
 from .damp_reference import damp_update_reference, decode_records, encode_records, from_stored, to_stored
 from .ops import MODEL_DTYPES, Backend, _choose, _require
 
@@ -41,7 +41,7 @@ def damp_pack(
     plan: DampPlan,
     layout: DampLayout,
     *,
-    rounding: StochasticRounding | None = None,
+    rounding: Rounding = None,
     check_finite: bool = False,
 ) -> torch.Tensor:
     """Packs states, as at the end of a prefill chunk (paper, appendix A.4). Plain PyTorch on every device.
@@ -50,7 +50,7 @@ def damp_pack(
         state: ``[N, HV, dk, dv]`` floating point, in model coordinates.
         plan: tables of the layer.
         layout: sizes and low bits.
-        rounding: default: nearest, ties to even.
+        rounding: default: nearest, ties to even. The residual of `ErrorFeedback` has one row per state.
         check_finite: refuse NaN and infinities (reads one value on the host). Otherwise they decode to NaN: in the
             high rows the element, in the low rows its group of 32 columns.
 
@@ -68,10 +68,10 @@ def damp_pack(
         raise ValueError(f"state is {state.dtype}; give a floating-point tensor.")
     if check_finite and not bool(state.isfinite().all()):
         raise ValueError("state has NaN or infinite values; the model's recurrence overflowed before it was packed.")
-    streams = torch.arange(state.shape[0], device=state.device)
-    if rounding is not None:
-        _check_rounding(rounding, state.shape[0], state.device)
-        streams = streams if rounding.streams is None else rounding.streams
+    _check_rounding(rounding, layout, plan.heads, state.shape[0], state.shape[0], state.device)
+    streams = getattr(rounding, "streams", None)
+    if streams is None:
+        streams = torch.arange(state.shape[0], device=state.device)
     encoded = encode_records(to_stored(state, plan, layout), layout, rounding, streams)
     return torch.nn.functional.pad(encoded, (0, layout.record_bytes - layout.used_bytes))
 
@@ -101,7 +101,7 @@ def damp_update(
     *,
     scale: float | None = None,
     normalize: bool = True,
-    rounding: StochasticRounding | None = None,
+    rounding: Rounding = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
     """One token per row through the gated delta rule, on packed states, in place (paper, eqs. 1-4 and section 5.2).
@@ -128,7 +128,7 @@ def damp_update(
         layout: sizes and low bits.
         scale: factor on the query; default ``dk ** -0.5``.
         normalize: l2-normalise query and key first, ``x * rsqrt(sum(x^2) + 1e-6)``.
-        rounding: default: nearest, ties to even.
+        rounding: default: nearest, ties to even. The residual of `ErrorFeedback` has one row per slot.
         backend: "auto" runs the kernel where `damp_backend` says so, else the reference.
 
     Returns:
@@ -184,8 +184,7 @@ def _check_update(records, state_indices, query, key, value, g, beta, plan, layo
         if tensor.device != value.device:
             raise ValueError(f"{name} is on {tensor.device}, but value is on {value.device}; move one of them.")
     _check_plan(plan, layout, value.device)
-    if rounding is not None:
-        _check_rounding(rounding, batch, value.device)
+    _check_rounding(rounding, layout, heads, batch, records.shape[0], value.device)
 
 
 def _check_records(records, plan, layout) -> None:
@@ -206,8 +205,20 @@ def _check_plan(plan, layout, device) -> None:
         raise ValueError(f"the plan is on {plan.perm_k.device}, the tensors are on {device}; use plan.to().")
 
 
-def _check_rounding(rounding, batch, device) -> None:
-    for name in ("steps", "streams"):
+def _check_rounding(rounding, layout, heads, batch, slots, device) -> None:
+    if isinstance(rounding, ErrorFeedback):
+        residual, expected = rounding.residual, layout.residual_shape(slots, heads)
+        if layout.low_bits == 32:
+            raise ValueError("low_bits=32 rounds nothing, so there is no error to feed back; leave rounding out.")
+        _require(residual.shape == expected, "rounding.residual", residual, str(list(expected)))
+        aligned = residual.stride(0) % 8 == 0 and residual.storage_offset() % 8 == 0
+        if residual.device != device or not aligned or (slots and not residual[0].is_contiguous()):
+            raise ValueError(
+                f"rounding.residual must be on {device} and contiguous but for the first dimension, got "
+                f"{residual.device} with strides {residual.stride()}."
+            )
+        return
+    for name in () if rounding is None else ("steps", "streams"):
         tensor = getattr(rounding, name)
         if tensor is None and name == "streams":
             continue

@@ -1,12 +1,12 @@
 """Packing of recurrent states and the packed update step: the specification, in plain PyTorch.
 
-All arithmetic is fp32. Quotients are IEEE divisions by tensors: on CUDA, PyTorch turns a division by a Python number
+All arithmetic is fp32, but for codes: see `_quantize`. Quotients are IEEE divisions by tensors: on CUDA, PyTorch turns a division by a Python number
 into a multiplication by its reciprocal, which rounds differently.
 """
 
 import torch
 
-from .damp_layout import GROUP, DampLayout, DampPlan, StochasticRounding
+from .damp_layout import GROUP, DampLayout, DampPlan, ErrorFeedback, Rounding, StochasticRounding
 
 
 # A group whose largest magnitude is below this is stored as zeros.
@@ -42,21 +42,26 @@ def decode_records(records: torch.Tensor, layout: DampLayout) -> torch.Tensor:
         low = low.view(torch.float32).reshape(*lead, -1, GROUP)
     else:
         if layout.low_bits == 4:
-            nibbles = torch.stack((low & 15, low >> 4), -1).to(torch.int16)
-            codes = torch.where(nibbles > 7, nibbles - 16, nibbles)
+            codes = torch.stack((low & 15, low >> 4), -1).to(torch.int16)
+            if not layout.zero_point:
+                codes = torch.where(codes > 7, codes - 16, codes)
         else:
             codes = low.view(torch.int8)
-        scales = records[..., layout.scale_offset : layout.used_bytes].contiguous().view(torch.float32)
-        low = codes.reshape(*lead, -1, GROUP).float() * scales[..., None]
+        scale = records[..., layout.scale_offset : layout.zero_offset].contiguous().view(torch.float32)
+        low = codes.reshape(*lead, -1, GROUP).float() * scale[..., None]
+        if layout.zero_point:
+            zero = records[..., layout.zero_offset : layout.used_bytes].contiguous().view(torch.float32)
+            low = torch.where(_is_column(layout, low.device), low + zero[..., None], 0.0)
     return torch.cat((high, low), -2).transpose(2, 3).flatten(3)
 
 
 def encode_records(
-    stored: torch.Tensor, layout: DampLayout, rounding: StochasticRounding | None, streams: torch.Tensor
+    stored: torch.Tensor, layout: DampLayout, rounding: Rounding, streams: torch.Tensor
 ) -> torch.Tensor:
     """``S~``, fp32 ``[N, HV, dk, 32 * tiles]``, to uint8 ``[N, HV, tiles, used_bytes]``.
 
-    A group with a NaN or an infinity decodes to NaN. Finite values of high rows saturate at 65504.
+    A group with a NaN or an infinity decodes to NaN. Finite values of high rows saturate at 65504. A residual has N rows
+    and is changed in place.
     """
     blocks = stored.unflatten(3, (-1, GROUP)).transpose(2, 3)
     high, low = blocks[..., : layout.high_rows, :], blocks[..., layout.high_rows :, :]
@@ -64,25 +69,63 @@ def encode_records(
     parts = [_bytes(high)]
     if layout.low_bits == 32:
         return torch.cat((*parts, _bytes(low)), -1)
-    limit = 127 if layout.low_bits == 8 else 7
-    amax = low.abs().amax(-1)
-    finite = amax.isfinite()
-    live = finite & (amax >= TINY)
-    scale = torch.where(live, amax / torch.full_like(amax, limit), 0.0)
-    inverse = torch.where(live, torch.ones_like(scale) / torch.where(live, scale, 1.0), 0.0)
-    codes = torch.where(live[..., None], low, 0.0) * inverse[..., None]
-    if rounding is None:
-        codes = codes.round()
-    else:
-        codes = (codes + _uniform(rounding, streams, stored.shape[1], layout)).floor()
-    codes = codes.clamp(-limit, limit).to(torch.int8)
+    feedback = isinstance(rounding, ErrorFeedback)
+    if feedback:
+        low = low + rounding.residual.float()
+    noise = _noise(rounding, streams, stored.shape[1], layout) if isinstance(rounding, StochasticRounding) else None
+    codes, scale, zero = _quantize(low, layout, noise)
+    if feedback:
+        decoded = codes * scale[..., None]
+        if layout.zero_point:
+            decoded = torch.where(_is_column(layout, low.device), decoded + zero[..., None], 0.0)
+        rounding.residual.copy_((low - decoded).clamp(-FP16_MAX, FP16_MAX))
+    codes = codes.to(torch.int8)
     if layout.low_bits == 4:
         pairs = codes.unflatten(-1, (-1, 2)).view(torch.uint8)
         parts.append(((pairs[..., 0] & 15) | (pairs[..., 1] << 4)).flatten(-2))
     else:
         parts.append(_bytes(codes))
-    parts.append(_bytes(torch.where(finite, scale, torch.nan)[..., None]))
+    parts.append(_bytes(scale[..., None]))
+    if layout.zero_point:
+        parts.append(_bytes(zero[..., None]))
     return torch.cat(parts, -1)
+
+
+def _quantize(
+    low: torch.Tensor, layout: DampLayout, noise: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp32 codes ``[..., 32]``, scales and zero points ``[...]`` of groups ``[..., 32]``.
+
+    Groups with a NaN or an infinity get NaN scales and codes 0, groups below TINY (with a zero point: of a range below
+    TINY) get scale and codes 0.
+    """
+    if layout.zero_point:
+        is_column = _is_column(layout, low.device)
+        # + 0: a zero minimum is stored as +0.
+        zero = torch.where(is_column, low, torch.inf).amin(-1) + 0.0
+        size = torch.where(is_column, low, -torch.inf).amax(-1) - zero
+        least, most = 0, 15
+    else:
+        is_column, zero = True, torch.zeros_like(low[..., 0])
+        size = low.abs().amax(-1)
+        most = 127 if layout.low_bits == 8 else 7
+        least = -most
+    finite = size.isfinite()
+    live = finite & (size >= TINY)
+    scale = torch.where(live, size / torch.full_like(size, most), 0.0)
+    inverse = torch.where(live, torch.ones_like(scale) / torch.where(live, scale, 1.0), 0.0)
+    use = live[..., None] & is_column
+    shifted = low - zero[..., None] if layout.zero_point else low
+    # Rounded once, as by a fused multiply-add: ties are ties of the exact product.
+    codes = torch.where(use, shifted, 0.0).double() * inverse.double()[..., None]
+    codes = codes if noise is None else (codes + noise).float()
+    codes = torch.where(use, codes.round().clamp(least, most).float(), 0.0)
+    return codes, torch.where(finite, scale, torch.nan), torch.where(finite, zero, torch.nan)
+
+
+def _is_column(layout: DampLayout, device: torch.device) -> torch.Tensor:
+    """bool ``[tiles, 1, 32]``: false in the padding of the last tile."""
+    return (torch.arange(GROUP * layout.tiles, device=device) < layout.dv).view(layout.tiles, 1, GROUP)
 
 
 def damp_update_reference(
@@ -98,7 +141,7 @@ def damp_update_reference(
     *,
     scale: float,
     normalize: bool = True,
-    rounding: StochasticRounding | None = None,
+    rounding: Rounding = None,
 ) -> torch.Tensor:
     """Same contract as `hf_lowbit_kernels.damp_update`. Reads the indices on the host."""
     slots = records.shape[0]
@@ -130,13 +173,16 @@ def damp_update_reference(
     read = torch.zeros_like(read).scatter_(2, perm_v, read) * plan.column_scale
     out[rows] = read.to(out.dtype)
 
-    if rounding is None:
-        streams = slot
-    else:
+    streams = slot
+    if isinstance(rounding, StochasticRounding):
         streams = slot if rounding.streams is None else rounding.streams[rows]
         rounding = StochasticRounding(rounding.seed, rounding.steps[rows], None, rounding.layer)
+    elif rounding is not None:
+        pool, rounding = rounding.residual, ErrorFeedback(rounding.residual[slot])
     packed[..., : layout.used_bytes] = encode_records(state, layout, rounding, streams)
     records[slot] = packed
+    if isinstance(rounding, ErrorFeedback):
+        pool[slot] = rounding.residual
     return out
 
 
@@ -159,16 +205,17 @@ def _multiply(a: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def _uniform(rounding: StochasticRounding, streams: torch.Tensor, heads: int, layout: DampLayout) -> torch.Tensor:
-    """Multiples of 2^-24 in [0, 1), fp32 ``[N, HV, tiles, low_rows, 32]``."""
+def _noise(rounding: StochasticRounding, streams: torch.Tensor, heads: int, layout: DampLayout) -> torch.Tensor:
+    """Odd multiples of 2^-17 in (-1/2, 1/2), fp32 ``[N, HV, tiles, low_rows, 32]``."""
     device = streams.device
     row = torch.arange(layout.high_rows, layout.dk, device=device)[:, None]
     tile = torch.arange(layout.tiles, device=device)[:, None, None]
-    element = row * (GROUP * layout.tiles) + tile * GROUP + torch.arange(GROUP, device=device)
+    octet = (row * layout.tiles + tile) * (GROUP // 8) + torch.arange(GROUP // 8, device=device)
     head = torch.arange(heads, device=device)[:, None, None, None] + (rounding.layer << 16)
     step, stream = ((x.long() & MASK32)[:, None, None, None, None] for x in (rounding.steps, streams))
-    c0, c1, c2, c3 = torch.broadcast_tensors(element, head, step, stream)
-    return (philox((c0, c1, c2, c3), rounding.seed)[0] >> 8).float() * 2.0**-24
+    words = torch.stack(philox(torch.broadcast_tensors(octet, head, step, stream), rounding.seed), -1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-3)
+    return halves.float() * 2.0**-16 + (2.0**-17 - 0.5)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

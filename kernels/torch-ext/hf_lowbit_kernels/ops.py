@@ -1,4 +1,4 @@
-"""Public operations: argument checks, then the Triton kernel or the reference.
+"""Public operations: argument checks, then the CUDA or Triton kernel or the reference.
 
 Both implementations of an operation share one signature, so this file is also the place where they could be
 registered as torch custom ops.
@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from .rope_tables import RopeTables
+from .vq_attention_cuda import cuda_kernel_problem, is_entry_major, vq_decode_attention_cuda
 from .vq_attention_reference import vq_decode_attention_reference
 from .vq_encode_reference import vq_encode_reference
 
@@ -23,7 +24,7 @@ except ModuleNotFoundError as error:
     vq_decode_attention_triton = vq_encode_triton = None
 
 
-Backend = Literal["auto", "triton", "reference"]
+Backend = Literal["auto", "cuda", "triton", "reference"]
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHANNELS = (1, 2, 4, 8, 16, 32)
@@ -32,8 +33,13 @@ MAX_HEAD_DIM = 256
 
 
 def attention_backend(
-    device: torch.device | str, head_dim: int, group: int, dtype: torch.dtype
-) -> tuple[Literal["triton", "reference"], str]:
+    device: torch.device | str,
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    channels: int | None = None,
+    sinks: int = 8,
+) -> tuple[Literal["cuda", "triton", "reference"], str]:
     """Which implementation ``backend="auto"`` runs, and why: ``("reference", "triton is not installed")``.
 
     The reference is right everywhere but decodes every code in full precision; a caller can warn once or refuse.
@@ -43,6 +49,8 @@ def attention_backend(
         head_dim: D.
         group: query heads per kv head.
         dtype: the query's dtype.
+        channels: c, channels of a code. None: never the CUDA kernel.
+        sinks: leading tokens in full precision.
     """
     device = torch.device(device)
     if vq_decode_attention_triton is None:
@@ -55,6 +63,8 @@ def attention_backend(
         return "reference", f"there is no kernel for {dtype}"
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return "reference", f"there is no kernel for head_dim {head_dim} (even, at most {MAX_HEAD_DIM})"
+    if channels is not None and cuda_kernel_problem(device, head_dim, group, channels, dtype, sinks) is None:
+        return "cuda", "CUDA kernel for Hopper GPUs"
     return "triton", f"Triton kernel on {device.type}, {group} query heads per kv head"
 
 
@@ -87,8 +97,10 @@ def vq_decode_attention(
 
     Args:
         query: ``[B, Hq, D]`` after RoPE, bf16, fp16 or fp32. Query head h uses kv head ``h // (Hq // H)``.
-        k_codes, v_codes: uint8 ``[B, P, H, 8, NG]``; the inner three dimensions contiguous. Keys are before RoPE.
-        k_table, v_table: fp16 ``[H, NG, 256, c]``, contiguous; ``NG * c = D``; c is 1, 2, 4, 8, 16 or 32.
+        k_codes, v_codes: uint8 ``[B, P, H, 8, NG]``, keys before RoPE. In memory the inner three dimensions are
+            contiguous, as ``[H, 8, NG]`` or, needed by the CUDA kernel, as ``[H, NG, 8]`` (see `group_major`).
+        k_table, v_table: fp16 ``[H, NG, 256, c]``; ``NG * c = D``; c is 1, 2, 4, 8, 16 or 32. Contiguous or, needed by
+            the CUDA kernel and by it alone, `entry_major`.
         k_window, v_window: ``[B, H, sinks + R, D]``, innermost contiguous; keys before RoPE.
         lengths: int32 ``[B]``, tokens of each row, the current one included.
         n_coded: int32 ``[B]``, coded tokens of each row.
@@ -99,7 +111,8 @@ def vq_decode_attention(
             so the call can be captured in a CUDA graph.
         num_splits: slices of a row's codes computed in parallel; default: from the head count. It changes the order of
             sums, so keep it constant wherever results must agree bit for bit.
-        backend: "auto" runs the kernel where `attention_backend` says so, else the reference.
+        backend: "auto" runs the kernel that `attention_backend` names, else the reference. The CUDA kernel also needs
+            both layouts above; with others "auto" takes the Triton kernel.
 
     Returns:
         ``[B, Hq, D]`` in the query's dtype.
@@ -107,12 +120,27 @@ def vq_decode_attention(
     Raises:
         ValueError: shapes, dtypes or strides do not fit, or ``backend="triton"`` is impossible here.
     """
-    name = _choose(backend, *_attention_backend_of(query, k_window), query.device)
+    layouts = _cuda_layouts(k_codes, v_codes, k_table, v_table)
+    available, reason = _attention_backend_of(query, k_window, k_table, sinks)
+    if backend == "auto" and available == "cuda" and not (layouts and rope.tile == 8):
+        available = "triton"
+    name = _choose(backend, available, reason, query.device)
     _check_attention(
         query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded,
         rope, sinks, max_coded, num_splits,
     )  # fmt: skip
-    run = vq_decode_attention_triton if name == "triton" else vq_decode_attention_reference
+    if name == "cuda" and not (layouts and rope.tile == 8):
+        raise ValueError(
+            'backend="cuda" needs group-major codes (hf_lowbit_kernels.group_major), entry-major tables '
+            "(hf_lowbit_kernels.entry_major) and RoPE tiles of 8."
+        )
+    if name == "triton" and not (k_table.is_contiguous() and v_table.is_contiguous()):
+        raise ValueError('backend="triton" needs contiguous tables, not entry-major ones.')
+    run = {
+        "cuda": vq_decode_attention_cuda,
+        "triton": vq_decode_attention_triton,
+        "reference": vq_decode_attention_reference,
+    }[name]
     return run(
         query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded, rope, scale,
         sinks=sinks, max_coded=max_coded, num_splits=num_splits,
@@ -146,8 +174,20 @@ def vq_encode(
     return run(vectors, tables, half_norms)
 
 
-def _attention_backend_of(query: torch.Tensor, k_window: torch.Tensor) -> tuple[str, str]:
-    return attention_backend(query.device, query.shape[-1], query.shape[1] // max(1, k_window.shape[1]), query.dtype)
+def _attention_backend_of(query, k_window, k_table, sinks) -> tuple[str, str]:
+    group = query.shape[1] // max(1, k_window.shape[1])
+    return attention_backend(query.device, query.shape[-1], group, query.dtype, k_table.shape[-1], sinks)
+
+
+def group_major(codes: torch.Tensor) -> torch.Tensor:
+    """The same codes ``[..., 8, NG]`` with memory in the order ``[..., NG, 8]``."""
+    return codes.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _cuda_layouts(k_codes, v_codes, k_table, v_table) -> bool:
+    return all(codes.stride()[3:] == (1, 8) for codes in (k_codes, v_codes)) and all(
+        is_entry_major(table) for table in (k_table, v_table)
+    )
 
 
 def _choose(backend: str, available: str, reason: str, device: torch.device) -> str:
@@ -155,11 +195,13 @@ def _choose(backend: str, available: str, reason: str, device: torch.device) -> 
         return available
     if backend == "reference":
         return backend
-    if backend != "triton":
-        raise ValueError(f'backend must be "auto", "triton" or "reference", got {backend!r}.')
-    if available == "triton" or (device.type == "cpu" and _interpreted()):
+    if backend not in ("triton", "cuda"):
+        raise ValueError(f'backend must be "auto", "cuda", "triton" or "reference", got {backend!r}.')
+    if available == backend or (
+        backend == "triton" and (available == "cuda" or device.type == "cpu" and _interpreted())
+    ):
         return backend
-    raise ValueError(f'backend="triton" is not possible: {reason}. Use "auto" or "reference".')
+    raise ValueError(f'backend="{backend}" is not possible: {reason}. Use "auto" or "reference".')
 
 
 def _interpreted() -> bool:
@@ -199,16 +241,21 @@ def _check_attention(
         )  # fmt: skip
         if codes.dtype != torch.uint8:
             raise ValueError(f"{name} is {codes.dtype}; codes are torch.uint8.")
-        if codes.stride()[2:] != (8 * groups, groups, 1):
-            raise ValueError(f"{name} has strides {codes.stride()}; the inner [H, 8, NG] must be contiguous.")
+        if codes.stride()[2:] not in ((8 * groups, groups, 1), (8 * groups, 1, 8)):
+            raise ValueError(
+                f"{name} has strides {codes.stride()}; the inner three dimensions must be contiguous as [H, 8, NG] or "
+                "as [H, NG, 8]."
+            )
     if not 0 <= max_coded <= 8 * min(k_codes.shape[1], v_codes.shape[1]):
         raise ValueError(
             f"max_coded is {max_coded}, but the pages hold {8 * min(k_codes.shape[1], v_codes.shape[1])} tokens; "
             "allocate more pages."
         )
     for name, table in (("k_table", k_table), ("v_table", v_table)):
-        if table.dtype != torch.float16 or not table.is_contiguous():
-            raise ValueError(f"{name} must be contiguous torch.float16, got {table.dtype}, strides {table.stride()}.")
+        if table.dtype != torch.float16 or not (table.is_contiguous() or is_entry_major(table)):
+            raise ValueError(
+                f"{name} must be torch.float16, contiguous or entry-major, got {table.dtype}, strides {table.stride()}."
+            )
     for name, counts in (("lengths", lengths), ("n_coded", n_coded)):
         if counts.dtype != torch.int32 or counts.shape != (batch,) or not counts.is_contiguous():
             raise ValueError(f"{name} must be contiguous int32 [{batch}], got {counts.dtype} {tuple(counts.shape)}.")

@@ -21,6 +21,7 @@ class RopeTables:
         inv_freq: fp64 ``[D/2]`` on the CPU; the values of the model's own buffer.
         base_cos, base_sin: fp32 ``[rows, D/2]``, multiplied by ``attention_scaling``.
         offset_cos, offset_sin: fp32 ``[MAX_TILE, D/2]``, not scaled.
+        mirror_cos, mirror_sin: fp32 ``[8, D/2]``, distances 0.5, 1.5, ... 7.5 from the middle of a run, not scaled.
         tile: positions between base rows.
         offset: position of coded token 0 (the number of sink tokens).
         attention_scaling: the model's factor on cos and sin (1.0 for the default RoPE). It counts once here, for the
@@ -32,6 +33,8 @@ class RopeTables:
     base_sin: torch.Tensor
     offset_cos: torch.Tensor
     offset_sin: torch.Tensor
+    mirror_cos: torch.Tensor
+    mirror_sin: torch.Tensor
     tile: int
     offset: int
     attention_scaling: float = 1.0
@@ -47,7 +50,14 @@ class RopeTables:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.base_cos, self.base_sin, self.offset_cos, self.offset_sin)
+        tensors = (
+            self.base_cos,
+            self.base_sin,
+            self.offset_cos,
+            self.offset_sin,
+            self.mirror_cos,
+            self.mirror_sin,
+        )
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def grow(self, max_position: int) -> "RopeTables":
@@ -67,6 +77,8 @@ class RopeTables:
             torch.cat([self.base_sin, sin]),
             self.offset_cos,
             self.offset_sin,
+            self.mirror_cos,
+            self.mirror_sin,
             self.tile,
             self.offset,
             self.attention_scaling,
@@ -112,6 +124,7 @@ def build_rope_tables(
     # On the CPU: some accelerators have no fp64.
     frequencies = inv_freq.detach().to("cpu", torch.float64)
     steps = torch.arange(MAX_TILE, dtype=torch.float64)[:, None] * frequencies
+    mirrors = (torch.arange(8, dtype=torch.float64)[:, None] + 0.5) * frequencies
     empty = torch.empty(0, frequencies.shape[0], device=device)
     tables = RopeTables(
         frequencies,
@@ -119,6 +132,8 @@ def build_rope_tables(
         empty,
         steps.cos().float().to(device),
         steps.sin().float().to(device),
+        mirrors.cos().float().to(device),
+        mirrors.sin().float().to(device),
         tile,
         offset,
         float(attention_scaling),

@@ -101,6 +101,7 @@ def vq_decode_attention_triton(
         k_window.stride(0), k_window.stride(1), k_window.stride(2),
         v_window.stride(0), v_window.stride(1), v_window.stride(2),
         parts, splits,
+        CODE_TOKEN=k_codes.stride(3), CODE_GROUP=k_codes.stride(4),
         RING=slots - sinks, SINKS=sinks, ROPE_TILE=rope.tile, HEADS=heads, GROUP=group, HEAD_BLOCK=head_block,
         HALF=half, GROUPS=groups, C=channels, RUN=run, RUNS=half // run, RUNS_PAD=triton.next_power_of_2(half // run),
         TOKENS=tokens, WINDOW_TOKENS=16, HALF_PAD=triton.next_power_of_2(half),
@@ -127,6 +128,7 @@ def _split_kernel(
     stride_qb, stride_qh, stride_kcb, stride_kcp, stride_vcb, stride_vcp,
     stride_kwb, stride_kwh, stride_kws, stride_vwb, stride_vwh, stride_vws,
     parts, splits,
+    CODE_TOKEN: tl.constexpr, CODE_GROUP: tl.constexpr,
     RING: tl.constexpr, SINKS: tl.constexpr, ROPE_TILE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr,
     RUNS: tl.constexpr, RUNS_PAD: tl.constexpr, TOKENS: tl.constexpr, WINDOW_TOKENS: tl.constexpr,
@@ -167,7 +169,7 @@ def _split_kernel(
                 k_table + table_offset, v_table + table_offset,
                 begin, end, GROUP - first_query, base_cos, base_sin, offset_cos, offset_sin,
                 scratch + (first_part + part - HEAD_BLOCK) * (2 * HALF + STATS),
-                scale, rope_shift, stride_qh, stride_kcp, stride_vcp, parts,
+                scale, rope_shift, stride_qh, stride_kcp, stride_vcp, parts, CODE_TOKEN, CODE_GROUP,
                 SINKS, ROPE_TILE, HEAD_BLOCK, HALF, GROUPS, C, RUN, RUNS, RUNS_PAD, TOKENS,
             )  # fmt: skip
 
@@ -176,6 +178,7 @@ def _split_kernel(
 def _code_part(
     query, k_codes, v_codes, k_table, v_table, begin, end, live_heads, base_cos, base_sin, offset_cos, offset_sin,
     scratch, scale, rope_shift, stride_qh, stride_kcp, stride_vcp, parts,
+    CODE_TOKEN: tl.constexpr, CODE_GROUP: tl.constexpr,
     SINKS: tl.constexpr, ROPE_TILE: tl.constexpr, HEAD_BLOCK: tl.constexpr, HALF: tl.constexpr, GROUPS: tl.constexpr,
     C: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, RUNS_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -223,7 +226,7 @@ def _code_part(
     cos = tl.load(offset_cos + offsets, mask=live[:, None, :], other=0.0)
     sin = tl.load(offset_sin + offsets, mask=live[:, None, :], other=0.0)
 
-    in_tile = (token % 8) * GROUPS
+    in_tile = (token % 8) * CODE_TOKEN
     k_rel = ((token // 8) * stride_kcp + in_tile)[None, :]
     v_rel = ((token // 8) * stride_vcp + in_tile)[None, :]
 
@@ -235,12 +238,12 @@ def _code_part(
     for start in range(begin, end, TOKENS):
         valid = start + token < end
         page = tl.cast(start // 8, tl.int64)
-        k_ptr = k_codes + page * stride_kcp + (k_rel + group1)
-        v_ptr = v_codes + page * stride_vcp + (v_rel + group1)
+        k_ptr = k_codes + page * stride_kcp + (k_rel + group1 * CODE_GROUP)
+        v_ptr = v_codes + page * stride_vcp + (v_rel + group1 * CODE_GROUP)
         k_code1 = tl.load(k_ptr, mask=valid[None, :], other=0).to(tl.int32)
-        k_code2 = tl.load(k_ptr + (group2 - group1), mask=valid[None, :], other=0).to(tl.int32)
+        k_code2 = tl.load(k_ptr + (group2 - group1) * CODE_GROUP, mask=valid[None, :], other=0).to(tl.int32)
         v_code1 = tl.load(v_ptr, mask=valid[None, :], other=0).to(tl.int32)
-        v_code2 = tl.load(v_ptr + (group2 - group1), mask=valid[None, :], other=0).to(tl.int32)
+        v_code2 = tl.load(v_ptr + (group2 - group1) * CODE_GROUP, mask=valid[None, :], other=0).to(tl.int32)
 
         k1 = tl.load(k_table + (k_code1 * C + entry1)[:, :, None] + m[None, None, :]).to(tl.float32)
         k2 = tl.load(k_table + (k_code2 * C + entry2)[:, :, None] + m[None, None, :]).to(tl.float32)

@@ -1,0 +1,422 @@
+"""`DAMPStateCache`: recurrent states as packed bytes, everything else of a hybrid model's cache as transformers has it.
+
+Inside a forward pass over several tokens the recurrence is in FP32; its final state is packed when the pass ends
+(paper, appendix A.4). A pass over one token updates the packed state in place.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import warnings
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+
+from hf_lowbit_kernels import DampLayout, DampPlan, damp_backend
+
+from ..errors import FallbackError
+from ..protocols import ForcedSchedule
+from .attach import damp_config, damp_layout, damp_tables, has_damp
+from .functions import patch_delta_rules
+from .memory import DampMemoryReport
+from .spec import DeltaLayer, DeltaSpec
+from .state import ROUNDINGS, PackedState, select_rows
+
+
+BACKENDS = ("auto", "triton", "reference", "model")
+
+_NO_CROP = (
+    "a DAMPStateCache cannot drop tokens: a recurrent state holds the whole past in one matrix, and earlier states are not "
+    "kept. Assisted generation and prompt look-up need that and do not work with recurrent models; for anything else, "
+    "deepcopy the cache before the tokens in question, or reset() it and prefill again."
+)
+
+
+class DampStateLayer(LinearAttentionLayer):
+    """Cache slot of one gated delta-rule layer: packed states, and the convolution's state in model dtype.
+
+    Args:
+        state: the (still empty) packed state.
+        strict: raise instead of warning when the model's recurrence bypasses the packed update.
+
+    Attributes:
+        recurrent_states: ``{0: state}``.
+        conv_states: ``{0: [B, channels, kernel]}``, changed in place by one-token steps.
+        finite: 0-dim bool on the layer's device, whether the last packed prefill state was finite; None if not looked at.
+    """
+
+    # A patched Python function inside a compiled graph is untested, and states are not rolled back.
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, state: PackedState, strict: bool = False):
+        super().__init__()
+        self.recurrent_states[0] = state
+        self.strict = strict
+        self.finite: torch.Tensor | None = None
+        self._in_prefill = False
+
+    @property
+    def state(self) -> PackedState:
+        return self.recurrent_states[0]
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """Take the inputs ``[B, channels, T]`` of the convolution; called in every pass but one-token steps."""
+        held = self.conv_states[0]
+        if held is not None and held.shape[0] != conv_states.shape[0]:
+            raise ValueError(
+                f"the cache holds {held.shape[0]} rows and got {conv_states.shape[0]}; use one cache per batch, or reset() it."
+            )
+        self._in_prefill = True
+        return super().update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states, state_idx: int = 0, **kwargs):
+        """Pack the FP32 states ``[B, HV, dk, dv]`` of a prefill; a packed state was updated in place already."""
+        if recurrent_states is self.state:
+            return recurrent_states
+        if not self._in_prefill:
+            message = (
+                "the model handed an FP32 state to a DAMPStateCache after a one-token step: its recurrence does not run "
+                "on the packed state. The state is packed here, which is correct and slow."
+            )
+            if self.strict:
+                raise FallbackError(message)
+            warnings.warn(message, stacklevel=2)
+        self._in_prefill = False
+        states = recurrent_states.detach()
+        self.finite = states.isfinite().all()
+        self.state.encode(states)
+        self.is_recurrent_states_initialized[0] = True
+        return self.state
+
+    def reset(self) -> None:
+        """Forget everything, tensors included: the next prompt may have another number of rows."""
+        self.state.clear()
+        self.conv_states[0] = None
+        self.finite, self._in_prefill = None, False
+        for flags in (self.is_conv_states_initialized, self.is_recurrent_states_initialized, self.has_previous_state):
+            flags[0] = False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i becomes what row ``beam_idx[i]`` was, bit for bit."""
+        self.state.select(beam_idx)
+        if self.conv_states[0] is not None:
+            self.conv_states[0] = select_rows(self.conv_states[0], beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times, copies side by side."""
+        self.reorder_cache(torch.arange(self.state.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the given rows (indices, or a boolean mask)."""
+        self.reorder_cache(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def offload(self) -> None:
+        """Move the states to the CPU; :meth:`prefetch` before the next forward pass."""
+        self._move("cpu")
+
+    def prefetch(self) -> None:
+        """Move the states back to the layer's device."""
+        if self.device is not None:
+            self._move(self.device)
+
+    def _move(self, device) -> None:
+        self.state.move(device)
+        if self.conv_states[0] is not None:
+            self.conv_states[0] = self.conv_states[0].to(device)
+
+    def crop(self, *args, **kwargs) -> None:
+        raise RuntimeError(_NO_CROP)
+
+    def activate_past_recording(self) -> None:
+        raise RuntimeError(_NO_CROP)
+
+
+class DAMPStateCache(Cache):
+    """Cache of a hybrid model whose gated delta-rule states are packed (9.875 bits a value instead of 32, by default).
+
+    Attention layers keep transformers' own cache layers. Making a cache patches the recurrence functions of the model's
+    modeling file (:func:`~hf_lowbit.damp.functions.patch_delta_rules`); stock caches go on working there.
+
+    Args:
+        model: a model with gated delta-rule layers; calibrated, unless ``plans`` and ``layouts`` are given.
+        plans: one plan per delta-rule layer; None takes the model's tables.
+        layouts: one layout per delta-rule layer, or one for all; None takes what the model was calibrated for.
+        rounding: of the low rows at every write: "nearest", "stochastic" or "error_feedback"; None takes the
+            calibration's (without one: nearest).
+        seed: of stochastic rounding; None takes the calibration's (without one: 0).
+        backend: "triton" or "reference" force a path of the packed update, "model" decodes the state, calls the model's
+            own one-token function in FP32 and packs again; "auto" is triton where it runs, else reference.
+        strict: raise instead of falling back when the update cannot run on the Triton kernel.
+        prefill_chunk_size: longest piece of a prompt in one forward pass, for whoever feeds the model: a cache sees only
+            the pieces it is given. None: whole prompts.
+
+    Attributes:
+        backend: "triton", "reference" or "model".
+
+    Raises:
+        TypeError: the model has no gated delta-rule layers.
+        ValueError: no tables and no plans, plans or layouts for other sizes, a key dimension above 256, or an option out
+            of range.
+        FallbackError: ``strict`` and no Triton path.
+
+    Example:
+        >>> cache = DAMPStateCache(model)                                       # doctest: +SKIP
+        >>> model.generate(**inputs, cache=cache, max_new_tokens=100)           # doctest: +SKIP
+        >>> print(cache.memory_report())                                        # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model,
+        *,
+        plans: Sequence[DampPlan] | None = None,
+        layouts: Sequence[DampLayout] | DampLayout | None = None,
+        rounding: str | None = None,
+        seed: int | None = None,
+        backend: str = "auto",
+        strict: bool = False,
+        prefill_chunk_size: int | None = None,
+    ):
+        spec = DeltaSpec.of(model)
+        if getattr(model, "use_kernels", False):
+            raise ValueError(
+                "this model was loaded with use_kernels=True, which replaces the recurrence that packed states go through; "
+                "load it without (DAMPStateCache brings its own kernel)."
+            )
+        calibrated = damp_config(model) if has_damp(model) else None
+        rounding = rounding or (calibrated.rounding if calibrated else "nearest")
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"rounding={rounding!r} is not supported; choose one of {list(ROUNDINGS)}.")
+        if seed is None:
+            seed = calibrated.seed if calibrated else 0
+        if prefill_chunk_size is not None and prefill_chunk_size < 1:
+            raise ValueError(f"prefill_chunk_size={prefill_chunk_size} must be at least 1, or None for whole prompts.")
+        self.rounding, self.prefill_chunk_size = rounding, prefill_chunk_size
+        self.backend = _choose_backend(spec, backend, strict)
+        plans, layouts = _plans_and_layouts(model, spec, plans, layouts, calibrated)
+
+        # The model's own text configuration: transformers' table of layer types decides about the attention slots.
+        slots = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        for layer, plan, layout in zip(spec.layers, plans, layouts, strict=True):
+            state = PackedState(plan, layout, rounding=rounding, seed=seed, layer=layer.index, backend=self.backend)
+            slots[layer.index] = DampStateLayer(state, strict)
+        super().__init__(layers=slots)
+        self._delta = [layer.index for layer in spec.layers]
+        # Untouched copies: DynamicLayer.reset() of transformers 5.17 keeps the length, so reset() starts from these.
+        self._empty = {i: copy.copy(slot) for i, slot in enumerate(slots) if i not in self._delta}
+        self._modelings = tuple((modeling.__name__, kind) for modeling, kind in spec.modelings)
+        self._patch()
+
+    def _patch(self) -> None:
+        for name, kind in self._modelings:
+            patch_delta_rules(importlib.import_module(name), kind)
+
+    @property
+    def delta_layers(self) -> list[DampStateLayer]:
+        """The slots with packed states, in layer order."""
+        return [self.layers[i] for i in self._delta]
+
+    # -- what the model calls ------------------------------------------------------------------------------------------
+
+    def update_recurrent_state(self, recurrent_states, layer_idx: int, state_idx: int = 0, **kwargs):
+        """Pack a prefill's final state; after the last layer, check that the states of all layers are finite.
+
+        Raises:
+            ValueError: a state holds NaN or infinities.
+        """
+        out = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        if layer_idx == self._delta[-1] and not isinstance(recurrent_states, PackedState):
+            self._check_finite()
+        return out
+
+    def _check_finite(self) -> None:
+        """One synchronization per prefill chunk, none per decode step."""
+        flags = [layer.finite for layer in self.delta_layers]
+        for layer in self.delta_layers:
+            layer.finite = None
+        known = [flag for flag in flags if flag is not None]
+        if bool(torch.stack([flag.to(known[0].device) for flag in known]).all()):
+            return
+        bad = [i for i, flag in zip(self._delta, flags, strict=True) if flag is not None and not flag]
+        raise ValueError(
+            f"the recurrent states of layers {bad} hold NaN or infinite values after this prompt: the model's recurrence "
+            "overflowed (check its dtype and inputs). reset() the cache before it is used again."
+        )
+
+    # -- rows and length -----------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 while the cache is empty."""
+        return self.layers[self._delta[0]].state.rows or -1
+
+    def reset(self) -> None:
+        """Forget everything, tensors included."""
+        for i, empty in self._empty.items():
+            self.layers[i] = copy.copy(empty)
+        for layer in self.delta_layers:
+            layer.reset()
+
+    def crop(self, *args, **kwargs) -> None:
+        """Refused before any layer is changed.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(_NO_CROP)
+
+    def activate_past_recording(self) -> None:
+        """Refused: it prepares :meth:`crop`.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(_NO_CROP)
+
+    # -- copies and files ----------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        """Hex digest of tables and layouts: what the bytes of the states mean."""
+        return _fingerprint([layer.state.plan for layer in self.delta_layers], self._layouts())
+
+    def verify(self, model) -> None:
+        """Check that a cache, e.g. one loaded from a file, was made with the tables that ``model`` carries.
+
+        Raises:
+            ValueError: it was not.
+        """
+        plans = [table.plan() for table in damp_tables(model)]
+        layouts = [damp_layout(layer, damp_config(model)) for layer in DeltaSpec.of(model).layers]
+        if _fingerprint(plans, layouts) != self.fingerprint():
+            raise ValueError(
+                "this DAMPStateCache was made with other tables than the model carries (another calibration, or another "
+                "model), so its states do not continue here. Make a new one: DAMPStateCache(model)."
+            )
+
+    def _layouts(self) -> list[DampLayout]:
+        return [layer.state.layout for layer in self.delta_layers]
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_fingerprint": self.fingerprint()}
+
+    def __setstate__(self, values: dict) -> None:
+        expected = values.pop("_fingerprint")
+        self.__dict__.update(values)
+        if self.fingerprint() != expected:
+            raise ValueError(
+                "this pickled DAMPStateCache is damaged: its tables do not have the recorded fingerprint."
+            )
+        self._patch()
+
+    def __deepcopy__(self, memo) -> DAMPStateCache:
+        clone = object.__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return clone
+
+    # -- bytes and evaluation ------------------------------------------------------------------------------------------
+
+    def memory_report(self) -> DampMemoryReport:
+        """Bytes of everything this cache holds, read from the tensors."""
+        layers = self.delta_layers
+        states = [layer.state for layer in layers]
+        values = sum(s.rows * s.plan.heads * s.layout.dk * s.layout.dv for s in states)
+        packed = sum(t.nbytes for s in states for name, t in s.tensors.items() if name in ("records", "residual"))
+        counters = sum(t.nbytes for s in states for name, t in s.tensors.items() if name in ("steps", "streams"))
+        slots = sum(s.slot_bytes for s in states)
+        tables = (table for s in states for table in (s.plan.perm_k, s.plan.perm_v, s.plan.column_scale))
+        attention = (t for i in self._empty for t in vars(self.layers[i]).values() if isinstance(t, torch.Tensor))
+        return DampMemoryReport(
+            rows=max(self.batch_size, 0),
+            state_bytes=packed,
+            full_state_bytes=4 * values,
+            conv_bytes=sum(layer.conv_states[0].nbytes for layer in layers if layer.conv_states[0] is not None),
+            attention_bytes=sum(t.nbytes for t in attention),
+            scratch=counters + slots,
+            table_bytes=sum(table.nbytes for table in tables),
+            state_bits_per_value=8 * packed / values if values else None,
+        )
+
+    def forced_schedule(self, prompt_tokens: int | None = None) -> ForcedSchedule:
+        """How teacher-forced evaluation feeds a text: a prompt, then single tokens, as every step rounds the states.
+
+        Args:
+            prompt_tokens: tokens of the prompt; None takes 64.
+        """
+        prompt = 64 if prompt_tokens is None else prompt_tokens
+        return ForcedSchedule(prefill=prompt, step=1, first_counted=prompt)
+
+    def __repr__(self) -> str:
+        layout = self._layouts()[0]
+        return (
+            f"DAMPStateCache(low_bits={layout.low_bits}, high_rows={layout.high_rows}, rounding={self.rounding!r}, "
+            f"rows={max(self.batch_size, 0)}, backend={self.backend})"
+        )
+
+
+def _plans_and_layouts(model, spec: DeltaSpec, plans, layouts, calibrated) -> tuple[list[DampPlan], list[DampLayout]]:
+    """One plan (on the layer's device) and one layout per delta-rule layer."""
+    if calibrated is None and (plans is None or layouts is None):
+        damp_tables(model)  # says what to do
+    if plans is None:
+        plans = [table.plan() for table in damp_tables(model)]
+    if layouts is None:
+        layouts = [damp_layout(layer, calibrated) for layer in spec.layers]
+    elif isinstance(layouts, DampLayout):
+        layouts = [layouts] * len(spec.layers)
+    for name, given in (("plans", plans), ("layouts", layouts)):
+        if len(given) != len(spec.layers):
+            raise ValueError(f"{len(given)} {name} for {len(spec.layers)} delta-rule layers; give one for each.")
+    placed = []
+    for layer, plan, layout in zip(spec.layers, plans, layouts, strict=True):
+        _check_sizes(layer, plan, layout)
+        device = next(layer.module.parameters()).device
+        placed.append(plan if plan.perm_k.device == device else plan.to(device))
+    return placed, list(layouts)
+
+
+def _check_sizes(layer: DeltaLayer, plan: DampPlan, layout: DampLayout) -> None:
+    expected = (layer.value_heads, layer.dk, layer.dv)
+    if (plan.heads, plan.perm_k.shape[1], plan.perm_v.shape[1]) != expected:
+        raise ValueError(
+            f"layer {layer.index} has {expected[0]} value heads with states of {expected[1]} x {expected[2]}, but its plan is "
+            f"for {plan.heads} heads of {plan.perm_k.shape[1]} x {plan.perm_v.shape[1]}; use the plans of this model."
+        )
+    if (layout.dk, layout.dv) != expected[1:]:
+        raise ValueError(
+            f"layer {layer.index} has states of {layer.dk} x {layer.dv}, but its layout is for {layout.dk} x {layout.dv}."
+        )
+
+
+def _choose_backend(spec: DeltaSpec, asked: str, strict: bool) -> str:
+    if asked not in BACKENDS:
+        raise ValueError(f"backend={asked!r} must be one of {list(BACKENDS)}.")
+    # The largest parameter is a projection; some small ones stay in FP32 in a bf16 model.
+    weights = [max(layer.module.parameters(), key=torch.Tensor.numel) for layer in spec.layers]
+    places = [(weight.device, weight.dtype) for weight in weights]
+    name, reason = "triton", ""
+    for device, dtype in dict.fromkeys(places):
+        available, why = damp_backend(device, dtype)
+        if available != "triton":
+            name, reason = available, why
+    if asked != "auto":
+        name, reason = asked, f"backend={asked!r} was asked for"
+    if name != "triton":
+        if strict:
+            raise FallbackError(f"strict=True, and the update of packed states would run on the slow path: {reason}.")
+        if any(device.type == "cuda" for device, _ in places):
+            warnings.warn(f"DAMP's update of packed states runs on the slow {name} path: {reason}.", stacklevel=3)
+    return name
+
+
+def _fingerprint(plans: Sequence[DampPlan], layouts: Sequence[DampLayout]) -> str:
+    digest = hashlib.sha256()
+    for plan, layout in zip(plans, layouts, strict=True):
+        digest.update(repr(layout).encode())
+        for table in (plan.perm_k, plan.perm_v, plan.column_scale):
+            digest.update(table.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,144 @@
+"""CUDA C++ kernels compiled at first use by NVRTC, the compiler library that every CUDA build of PyTorch brings along.
+
+No CUDA toolkit, no headers and no build step are needed; sources therefore include nothing. Compiled modules are kept
+per (source, macros, device) for the life of the process.
+"""
+
+import ctypes
+import functools
+import glob
+import os
+import sys
+
+import torch
+
+
+class CudaError(RuntimeError):
+    """NVRTC or the CUDA driver refused; the message holds its text."""
+
+
+@functools.cache
+def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """NVRTC and the driver.
+
+    Raises:
+        CudaError: one of them cannot be loaded.
+    """
+    major = (torch.version.cuda or "0").split(".")[0]
+    # torch's wheels put NVRTC beside torch, where the loader looks only once torch has loaded it itself.
+    beside = os.path.join(
+        os.path.dirname(os.path.dirname(torch.__file__)), "nvidia", "*", "lib", f"libnvrtc.so.{major}*"
+    )
+    names = [f"libnvrtc.so.{major}", *sorted(glob.glob(beside)), "libnvrtc.so"]
+    if sys.platform != "linux":
+        raise CudaError("CUDA C++ kernels are loaded on Linux only")
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"the CUDA driver cannot be loaded: {error}") from None
+    for name in names:
+        try:
+            return ctypes.CDLL(name), driver
+        except OSError:
+            continue
+    raise CudaError(f"NVRTC cannot be loaded; tried {', '.join(names)}")
+
+
+def cuda_problem() -> str | None:
+    """Why no CUDA C++ kernel can be built here, or None."""
+    if not torch.version.cuda:
+        return "this PyTorch has no CUDA"
+    try:
+        _libraries()
+    except CudaError as error:
+        return str(error)
+    return None
+
+
+class CudaKernel:
+    """A kernel on one device; calls launch it on that device's current stream."""
+
+    def __init__(self, function: ctypes.c_void_p, shared_bytes: int):
+        self._function = function
+        self._shared_bytes = shared_bytes
+
+    def __call__(self, grid: tuple[int, int, int], threads: int, *args: ctypes._SimpleCData) -> None:
+        """Launch.
+
+        Args:
+            grid: blocks.
+            threads: per block.
+            *args: ctypes values in the order of the kernel's parameters; pointers as ``c_void_p``.
+
+        Raises:
+            CudaError: the launch was refused.
+        """
+        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _check_driver(
+            _libraries()[1].cuLaunchKernel(
+                self._function, *(ctypes.c_uint(n) for n in grid), ctypes.c_uint(threads), ctypes.c_uint(1),
+                ctypes.c_uint(1), ctypes.c_uint(self._shared_bytes), stream, pointers, None,
+            )
+        )  # fmt: skip
+
+
+@functools.cache
+def load_kernel(
+    source_file: str, name: str, macros: tuple[tuple[str, int], ...], device: int, shared_bytes: int
+) -> CudaKernel:
+    """Compile (once) and load a kernel for one device.
+
+    Args:
+        source_file: path of a CUDA C++ file without includes.
+        name: of an ``extern "C"`` kernel in it.
+        macros: ``-D`` definitions.
+        device: CUDA device index.
+        shared_bytes: dynamic shared memory of every launch.
+
+    Raises:
+        CudaError: the source does not compile (the message holds the compiler's log), or the driver refuses it.
+    """
+    nvrtc, driver = _libraries()
+    with open(source_file, "rb") as file:
+        source = file.read()
+    major, minor = torch.cuda.get_device_capability(device)
+    options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *(f"-D{key}={value}" for key, value in macros)]
+    array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    program = ctypes.c_void_p()
+    _check_nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None))
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), array):
+            size = ctypes.c_size_t()
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CudaError(f"{os.path.basename(source_file)} does not compile:\n{log.value.decode(errors='replace')}")
+        size = ctypes.c_size_t()
+        _check_nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        binary = ctypes.create_string_buffer(size.value)
+        _check_nvrtc(nvrtc.nvrtcGetCUBIN(program, binary))
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes torch's context the current one
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check_driver(driver.cuModuleLoadData(ctypes.byref(module), binary))
+        _check_driver(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        max_dynamic_shared_size = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check_driver(driver.cuFuncSetAttribute(function, max_dynamic_shared_size, shared_bytes))
+    return CudaKernel(function, shared_bytes)
+
+
+def _check_nvrtc(code: int) -> None:
+    if code:
+        get = _libraries()[0].nvrtcGetErrorString
+        get.restype = ctypes.c_char_p
+        raise CudaError(f"NVRTC: {get(code).decode()}")
+
+
+def _check_driver(code: int) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _libraries()[1].cuGetErrorString(code, ctypes.byref(text))
+        raise CudaError(f"CUDA driver: {text.value.decode() if text.value else code}")

@@ -1,0 +1,125 @@
+"""Decode attention over vector-quantized keys and values: the CUDA C++ kernel (``vq_attention.cu``) of Hopper GPUs."""
+
+import ctypes
+import functools
+import os
+
+import torch
+
+from .cuda_module import cuda_problem, load_kernel
+from .rope_tables import RopeTables
+
+
+SOURCE = os.path.join(os.path.dirname(__file__), "vq_attention.cu")
+CHANNELS = (4, 8)
+HEAD_DIM = 128
+LOG2E = 1.4426950408889634
+# Of the source.
+TEAM, PARTIAL, TABLE_BYTES, BUFFERS, DEPTH = 4, 132, 65536, 4, 4
+TEAMS = {4: 3, 8: 3}  # c -> teams per block; with 16 warps registers spill
+
+
+def cuda_kernel_problem(
+    device: torch.device, head_dim: int, group: int, channels: int, dtype: torch.dtype, sinks: int
+) -> str | None:
+    """Why the CUDA kernel does not take these sizes, or None."""
+    if head_dim != HEAD_DIM or group != 1 or channels not in CHANNELS:
+        return "it is for head_dim 128, one query head per kv head and 4 or 8 channels per code"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it is for bfloat16 and float16, not {dtype}"
+    if sinks % 8:
+        return "it needs sinks in whole pages of 8"
+    # Compared by name before CUDA is asked anything: this also answers on machines without it.
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "it is for Hopper GPUs (compute capability 9.x)"
+    return cuda_problem()
+
+
+def entry_major(table: torch.Tensor) -> torch.Tensor:
+    """The same table ``[H, NG, 256, c]`` with memory in the order ``[H, 256, NG, c]``, as the CUDA kernel stages it."""
+    return table.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def is_entry_major(table: torch.Tensor) -> bool:
+    return table.transpose(1, 2).is_contiguous()
+
+
+def shared_bytes(channels: int) -> int:
+    """Shared memory of a block: ``SMEM_BYTES`` of the source."""
+    warp = DEPTH * 64 * (64 // channels) + BUFFERS * PARTIAL * 4 + 32 * 4 * channels + 32
+    return 2 * TABLE_BYTES + TEAMS[channels] * (TEAM * warp + 2 * BUFFERS * 4) + 16
+
+
+def vq_decode_attention_cuda(
+    query: torch.Tensor,
+    k_codes: torch.Tensor,
+    v_codes: torch.Tensor,
+    k_table: torch.Tensor,
+    v_table: torch.Tensor,
+    k_window: torch.Tensor,
+    v_window: torch.Tensor,
+    lengths: torch.Tensor,
+    n_coded: torch.Tensor,
+    rope: RopeTables,
+    scale: float,
+    *,
+    sinks: int = 8,
+    max_coded: int,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Same contract as `hf_lowbit_kernels.vq_decode_attention`.
+
+    Codes must be group-major within a page (memory ``[B, P, H, NG, 8]``) and tables `entry_major`.
+    """
+    batch, heads, head_dim = query.shape
+    channels = k_table.shape[3]
+    teams = TEAMS[channels]
+    # All blocks must be resident, as they wait for each other's slices. 128: results do not change with a few more SMs.
+    resident = torch.cuda.get_device_properties(query.device).multi_processor_count // heads
+    splits = max(1, min(num_splits or 128 // heads, resident))
+    shared = shared_bytes(channels)
+    device = query.device
+    kernel = load_kernel(
+        SOURCE,
+        "vq_decode_attention",
+        (("CHANNELS", channels), ("HALF_INPUT", int(query.dtype == torch.float16)), ("TEAMS", teams)),
+        device.index,
+        shared,
+    )
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    scratch = torch.empty(batch * heads * splits * teams * PARTIAL, dtype=torch.float32, device=device)
+    counters = _counters(device, torch.cuda.current_stream(device).cuda_stream, batch * heads)
+    tensors = (
+        query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded,
+        rope.base_cos, rope.base_sin, rope.offset_cos, rope.offset_sin, rope.mirror_cos, rope.mirror_sin, scratch, counters, out,
+    )  # fmt: skip
+    long, uint = ctypes.c_longlong, ctypes.c_uint
+    strides = (
+        *map(long, query.stride()[:2]),
+        long(k_codes.stride(0)), uint(k_codes.stride(1)), long(v_codes.stride(0)), uint(v_codes.stride(1)),
+        *map(long, k_window.stride()[:3]), *map(long, v_window.stride()[:3]),
+    )  # fmt: skip
+    kernel(
+        (splits, heads, 1),
+        teams * TEAM * 32,
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors),
+        ctypes.c_float(scale * LOG2E),
+        ctypes.c_int(batch),
+        ctypes.c_int(sinks),
+        ctypes.c_int(k_window.shape[2] - sinks),
+        *strides,
+    )
+    return out
+
+
+@functools.cache
+def _counter_pool() -> dict[tuple[torch.device, int], list[torch.Tensor]]:
+    return {}
+
+
+def _counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
+    """Zeros that the kernel leaves as zeros. Older ones are kept: captured graphs hold their addresses."""
+    kept = _counter_pool().setdefault((device, stream), [])
+    if not kept or kept[-1].numel() < count:
+        kept.append(torch.zeros(max(count, 4096), dtype=torch.int32, device=device))
+    return kept[-1]
