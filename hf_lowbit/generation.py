@@ -14,6 +14,7 @@ from transformers import GenerationMixin
 
 from .compat import CACHE_ARG
 from .config import METHODS as METHOD_NAMES
+from .protocols import KVAttention
 
 
 CACHE_NAMES = (*METHOD_NAMES, "lowbit")
@@ -97,6 +98,11 @@ class LowBitGenerationMixin:
         )
         if free_to_choose and methods_on(self):
             model_kwargs[CACHE_ARG] = make_cache(self, **(generation_config.cache_config or {}))
+        cache = model_kwargs.get(CACHE_ARG)
+        chunk = getattr(cache, "prefill_chunk_size", None)
+        # A KVAttention cache drives the model and splits prompts itself; for others generate() has to.
+        if chunk is not None and not isinstance(cache, KVAttention) and generation_config.prefill_chunk_size is None:
+            generation_config.prefill_chunk_size = chunk
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
 

@@ -19,7 +19,7 @@ USER_ERROR = 2  # as argparse: the input is wrong, not the program
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hf-lowbit", description="Sub-1-bit KV caches for looped language models in transformers."
+        prog="hf-lowbit", description="Caches in very few bits for transformers: LoopVQ KV caches, DAMP recurrent states."
     )
     parser.add_argument("--version", action="store_true", help="print the versions in use and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -89,7 +89,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
 
     from ..errors import FallbackError
 
-    # TypeError: a model that LoopVQ does not know
+    # TypeError: a model that the method does not fit
     return (ValueError, OSError, TypeError, SafetensorError, FallbackError)
 
 

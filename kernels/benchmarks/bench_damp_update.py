@@ -8,11 +8,11 @@ the same number for all arms of a batch size, so that even the smallest format i
 at batch 1: 30 layers). fla writes the new state to new memory ("fla", every layer to its own); transformers then copies it
 into the cache ("fla+copy").
 
-TB/s counts the states' bytes: read and written once, "fla+copy" twice; % is the share of a device copy's rate.
+Bytes per second count the states, read and written once ("fla+copy": twice); % is the share of a device copy's rate, x the
+speed-up over "fla".
 """
 
 import argparse
-import itertools
 import json
 import math
 import multiprocessing
@@ -39,8 +39,9 @@ LAYOUTS = {
 }
 MEASURED = "int8+16"  # the paper's layout: the one that --sweep tunes
 ROTATION_BYTES = 4 * 60e6  # four times the L2 that an H200 reports
-# Relative norm; fp32 sums. In a state: of the values whose codes agree.
-TOLERANCE = 1e-5
+# Relative norms of the outputs (fp32 sums) and of the state where codes agree (single fp16 values may round the other way),
+# and the share of values whose codes do not agree: next to a rounding border.
+TOLERANCES = {"out": 1e-5, "state": 1e-4, "other_codes": 2e-3}
 # (rows, warps per record, registers per thread, streaming)
 SWEEP = [
     (8, 1, None, False),
@@ -59,8 +60,9 @@ SWEEP = [
 
 
 def layers_for(batch: int) -> int:
+    """30 at batch 1, where four times the L2 would take 500 layers; at least 8, so that a graph is long."""
     smallest = min(layout.state_bytes for layout in LAYOUTS.values()) * HEADS * batch
-    return min(30, max(2, math.ceil(ROTATION_BYTES / smallest))) if batch < 16 else math.ceil(ROTATION_BYTES / smallest)
+    return 30 if batch == 1 else max(8, math.ceil(ROTATION_BYTES / smallest))
 
 
 def make_launch(rows, num_warps, max_registers, streaming):
@@ -134,15 +136,15 @@ def check(kind: str, name: str, launch=None) -> dict:
     expected = damp_update_reference(expected_records, indices, *inputs, plan, layout, scale=KEY_DIM**-0.5)
     out = update(records, indices, inputs, plan, layout, launch)
     new, expected_new = (damp_unpack(x, plan, layout) for x in (records, expected_records))
-    near = (new - expected_new).abs() <= 1e-4 * expected_new.abs() + 1e-6
+    # An INT8 step is 1/127 of a group's largest value, fp32 errors are far smaller.
+    near = (new - expected_new).abs() <= 1e-3 * expected_new.abs().amax(-1, keepdim=True)
     errors = {
         "out": relative(out, expected),
         "state": relative(new[near], expected_new[near]),
         "other_codes": 1 - near.float().mean().item(),
     }
-    allowed = {"out": TOLERANCE, "state": TOLERANCE, "other_codes": 2e-3}
-    if not all(errors[key] <= allowed[key] for key in allowed):  # also catches NaN
-        raise AssertionError(f"{kind} {name}: kernel and reference differ: {errors}, allowed {allowed}")
+    if not all(errors[key] <= TOLERANCES[key] for key in TOLERANCES):  # also catches NaN
+        raise AssertionError(f"{kind} {name}: kernel and reference differ: {errors}, allowed {TOLERANCES}")
     return errors
 
 
@@ -169,6 +171,7 @@ def median_us(calls, budget_s: float) -> float:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+    calls = calls * max(1, 24 // len(calls))  # a millisecond or more, against the graph's own launch
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = [call() for call in calls]
@@ -191,10 +194,7 @@ def copy_rate() -> float:
     """Bytes read and written per second by a device copy of 4 GB."""
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_(0, 256)
     target = torch.empty_like(source)
-    us = median_us([lambda: target.copy_(source)], 0.3)
-    del source, target
-    torch.cuda.empty_cache()
-    return 2 * 2**32 / us * 1e6
+    return 2 * 2**32 / median_us([lambda: target.copy_(source)], 0.3) * 1e6
 
 
 def bench_ours(kind: str, batch: int, name: str, budget_s: float, launch=None) -> dict:
@@ -213,16 +213,17 @@ def bench_ours(kind: str, batch: int, name: str, budget_s: float, launch=None) -
 
 
 def bench_fla(kind: str, batch: int, copy: bool, budget_s: float, step) -> dict:
+    def call(state, inputs):
+        out, new = step(inputs, state)
+        if not copy:
+            return out, new
+        state.copy_(new)
+        return out
+
     calls = []
     for layer in range(layers_for(batch)):
         state = torch.randn(batch, HEADS, KEY_DIM, VALUE_DIM, device="cuda")
-        inputs = make_inputs(kind, batch, layer)
-        if copy:
-            calls.append(lambda s=state, i=inputs: s.copy_(step(i, s)[1]) and None)
-        else:
-            calls.append(lambda s=state, i=inputs: step(i, s))
-    if copy:  # a tensor has no truth value
-        calls = [lambda c=c: _copy_step(*c.__defaults__, step) for c in calls]
+        calls.append(lambda s=state, i=make_inputs(kind, batch, layer): call(s, i))
     us = median_us(calls, budget_s)
     moved = (4 if copy else 2) * batch * HEADS * KEY_DIM * VALUE_DIM * 4
     return {"us": us, "bytes": moved, "tb_s": moved / us / 1e6, "bits": 32.0}
@@ -238,3 +239,151 @@ def guarded(label: str, function, *args) -> dict:
         return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     finally:
         torch.cuda.empty_cache()
+
+
+def compile_one(job: tuple) -> None:
+    """In a process of its own: one launch puts the kernel into Triton's cache on disk."""
+    kind, name, launch = job
+    layout = LAYOUTS[name]
+    indices = torch.zeros(1, dtype=torch.int32, device="cuda")
+    launch = launch and make_launch(*launch)
+    update(layout.zeros(1, HEADS, "cuda"), indices, make_inputs(kind, 1, 0), make_plan(), layout, launch)
+    torch.cuda.synchronize()
+
+
+def compile_all(jobs: list[tuple]) -> None:
+    """Compile side by side; what fails here is compiled, or reported, where it is used."""
+    start = time.monotonic()
+    with ProcessPoolExecutor(min(8, len(jobs)), mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(compile_one, job): job for job in jobs}
+        for future, job in futures.items():
+            if future.exception() is not None:
+                print(f"compiling {job}: {str(future.exception())[:300]}", flush=True)
+    print(f"compiled {len(jobs)} kernels in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def sweep(budget_s: float, rate: float) -> list[dict]:
+    """Every launch of SWEEP on the paper's layout, GDN, batches 16 and 256; the best one last."""
+    results = []
+    for config in SWEEP:
+        launch = make_launch(*config)
+        row = {"config": config, **guarded(f"check {config}", check, "gdn", MEASURED, launch)}
+        if "error" not in row:
+            for batch in (16, 256):
+                row[str(batch)] = guarded(str(config), bench_ours, "gdn", batch, MEASURED, budget_s, launch)
+        results.append(row)
+        times = [row.get(batch, {}).get("us", math.nan) for batch in ("16", "256")]
+        share = 2 * 256 * HEADS * LAYOUTS[MEASURED].state_bytes / times[1] * 1e6 / rate
+        print(f"  sweep {str(launch):>80}: {times[0]:6.2f} {times[1]:7.2f} us, {share:4.0%} of copy", flush=True)
+    timed = [row for row in results if all("us" in row.get(batch, {}) for batch in ("16", "256"))]
+    if timed:
+        # Relative to the fastest of each batch size, so that both count alike.
+        least = {batch: min(row[batch]["us"] for row in timed) for batch in ("16", "256")}
+        timed.sort(key=lambda row: -sum(row[batch]["us"] / least[batch] for batch in least))
+        print(f"  best: {make_launch(*timed[-1]['config'])}", flush=True)
+        results.remove(timed[-1])
+        results.append(timed[-1])
+    return results
+
+
+def table(rows: list[dict]) -> str:
+    """One line per kind and batch."""
+    cells = {(row["kind"], row["batch"], row["arm"]): row for row in rows}
+    lines = [f"{'us per layer':>12} {'fla':>8} {'fla+copy':>9}" + "".join(f"{name:>21}" for name in LAYOUTS)]
+    for kind, batch in dict.fromkeys((row["kind"], row["batch"]) for row in rows):
+        get = lambda arm: cells.get((kind, batch, arm), {})  # noqa: B023, E731
+        line = f"{kind:>5} {batch:>6} {get('fla').get('us', math.nan):8.1f} {get('fla+copy').get('us', math.nan):9.1f}"
+        for name in LAYOUTS:
+            us, ratio, share = (get(name).get(key) or math.nan for key in ("us", "speedup", "copy_share"))
+            line += f"{us:9.1f} {ratio:5.2f}x {share:4.0%}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", help="write all results to this file")
+    parser.add_argument("--budget", type=float, default=0.12, help="seconds of timing per measurement")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--kinds", default="gdn,kda")
+    parser.add_argument(
+        "--sweep", action="store_true", help="try launch configurations first; the table uses the best"
+    )
+    parser.add_argument("--launch", help="rows,num_warps,max_registers,streaming of all our arms, such as 8,1,168,0")
+    parser.add_argument("--skip-fla", action="store_true")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("This benchmark needs a CUDA device.")
+        return 2
+    start = time.monotonic()
+    name, reason = damp_backend("cuda", torch.bfloat16)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {name}: {reason}")
+    if name != "triton":
+        return 2
+    batches, kinds = [int(b) for b in args.batches.split(",")], args.kinds.split(",")
+    config = None
+    if args.launch:
+        rows, warps, registers, streaming = (int(x) for x in args.launch.split(","))
+        config = (rows, warps, registers or None, bool(streaming))
+
+    rate = copy_rate()
+    torch.cuda.empty_cache()
+    print(f"device copy: {rate / 1e12:.2f} TB/s read and written")
+    results = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "copy_tb_s": rate / 1e12,
+        "rows": [],
+    }
+    results["checks"], results["layers"] = [], {batch: layers_for(batch) for batch in batches}
+
+    def save():
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump(results, file, indent=1)
+
+    if args.sweep:
+        compile_all([("gdn", MEASURED, launch) for launch in SWEEP])
+        results["sweep"] = sweep(args.budget, rate)
+        save()
+        config = config or results["sweep"][-1]["config"]
+    launch = config and make_launch(*config)
+    results["launch"] = config
+    compile_all([(kind, name, config) for kind in kinds for name in LAYOUTS])
+
+    for kind in kinds:
+        step = None if args.skip_fla else fla_function(kind)
+        if step is not None:
+            error = guarded(f"fla {kind}", lambda k=kind, s=step: {"fla": check_fla(k, s)})
+            results["checks"].append({"kind": kind, **error})
+        for name in LAYOUTS:
+            results["checks"].append(
+                {"kind": kind, "arm": name, **guarded(f"check {kind} {name}", check, kind, name, launch)}
+            )
+        for batch in batches:
+            arms = {}
+            for arm in ("fla", "fla+copy") if step is not None else ():
+                arms[arm] = guarded(f"{arm} {kind} {batch}", bench_fla, kind, batch, arm != "fla", args.budget, step)
+            for name in LAYOUTS:
+                arms[name] = guarded(f"{name} {kind} {batch}", bench_ours, kind, batch, name, args.budget, launch)
+            for arm, row in arms.items():
+                if "us" in row:
+                    row["copy_share"] = row["tb_s"] * 1e12 / rate
+                    for base, key in (("fla", "speedup"), ("fla+copy", "speedup_over_copy")):
+                        row[key] = arms[base]["us"] / row["us"] if "us" in arms.get(base, {}) else None
+                results["rows"].append({"kind": kind, "batch": batch, "arm": arm, **row})
+            save()
+    results["seconds"] = time.monotonic() - start
+    save()
+    print(
+        f"{results['seconds']:.0f} s; check errors at most "
+        + str(
+            {key: max((c[key] for c in results["checks"] if key in c), default=None) for key in ("fla", *TOLERANCES)}
+        )
+    )
+    print(table(results["rows"]))
+    return 1 if any("error" in row for row in results["rows"] + results["checks"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

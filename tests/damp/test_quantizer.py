@@ -324,6 +324,22 @@ def test_calibrated_model_uses_its_cache_and_names_choose(model, tmp_path):
     assert torch.equal(run(model)[0], run(one, cache_implementation="dynamic")[0])  # `one` is the loaded model
 
 
+def test_generate_splits_prompts_as_the_cache_asks(model):
+    lengths = []
+    hook = model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(
+            next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None).shape[1]
+        ),
+        with_kwargs=True,
+    )
+    out, _ = run(model, ids=tokens(20), cache_implementation="damp", cache_config={"prefill_chunk_size": 8})
+    hook.remove()
+    assert lengths[:4] == [8, 8, 4, 1]
+    whole, _ = run(model, ids=tokens(20), cache_implementation="damp", prefill_chunk_size=8)
+    assert torch.equal(out, whole)
+    assert model.generation_config.prefill_chunk_size is None
+
+
 def test_generate_refuses(model):
     def refused(message, **kwargs):
         with pytest.raises(ValueError, match=message):

@@ -136,7 +136,9 @@ def test_kernel_matches_the_reference(case, rounding, device):
     "case",
     [
         replace(BASE, dk=32, dv=40, high_rows=8, heads=1, slots=(1,)),
-        replace(BASE, dk=60, dv=32, high_rows=12, heads=1, slots=(1,), channel_decay=True, low_bits=4, zero_point=True),
+        replace(
+            BASE, dk=60, dv=32, high_rows=12, heads=1, slots=(1,), channel_decay=True, low_bits=4, zero_point=True
+        ),
     ],
     ids=lambda case: case.id,
 )

@@ -30,7 +30,7 @@ def _command(name: str, help_text: str) -> CommandInfo:
 
 
 class LowBitCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo("lowbit", "Sub-1-bit KV caches for looped language models.")
+    COMMAND = CommandInfo("lowbit", "Caches in very few bits: LoopVQ KV caches, DAMP recurrent states.")
     SUBCOMMANDS = tuple(_command(name, module.HELP) for name, module in COMMANDS.items())
 
 
