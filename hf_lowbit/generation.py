@@ -88,7 +88,7 @@ class LowBitGenerationMixin:
             kwargs["cache_config"] = cache_config
         return super().generate(*args, **kwargs)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
         from .methods import methods_on
 
         free_to_choose = (
@@ -103,7 +103,11 @@ class LowBitGenerationMixin:
         # A KVAttention cache drives the model and splits prompts itself; for others generate() has to.
         if chunk is not None and not isinstance(cache, KVAttention) and generation_config.prefill_chunk_size is None:
             generation_config.prefill_chunk_size = chunk
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if hasattr(cache, "expect_length"):
+            cache.expect_length(max_cache_length)
+        return super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, mode, batch_size, max_cache_length
+        )
 
 
 def enable(model) -> None:

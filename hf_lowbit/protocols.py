@@ -28,7 +28,10 @@ class KVAttention(Protocol):
         Args:
             inputs_embeds: ``[B, q, h]``.
             attention_mask: 2-D ``[B, past + q]``, 1 for real tokens, or None when nothing is padded.
-            forward_chunk: runs every loop over one chunk and returns tensors ``[B, n, ...]``.
+            forward_chunk: runs every loop over one chunk and returns tensors ``[B, n, ...]``. An attribute
+                ``graph_key`` on it (hashable) promises that all functions with an equal key run the same operations on
+                the same weights and read nothing on the host, so that the cache may capture one in a CUDA graph and
+                replay it for the others.
 
         Returns:
             The chunks' tensors concatenated along dimension 1, in the order of ``inputs_embeds``.

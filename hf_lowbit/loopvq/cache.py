@@ -4,6 +4,9 @@ Life of a token (paper section 4.3): its keys (before RoPE) and values enter the
 row's recent part reaches W + 8 tokens, the oldest 8 become one page of codes at the end of the forward pass. Codes are
 written once. A query therefore sees position p as a code iff ``S <= p < S + n_coded``, with ``n_coded`` as it was when
 the forward pass began; a long prompt goes through in chunks, so that earlier chunks are already codes.
+
+Forward passes are of two kinds: chunks (:class:`_Chunk`) know their lengths on the host; steps of one token per row
+(:class:`~.decode.DecodeStep`) have them on the device only, and run as CUDA graphs where they can (:mod:`.graph`).
 """
 
 from __future__ import annotations
@@ -29,8 +32,14 @@ from ..errors import FallbackError
 from ..protocols import ForcedSchedule
 from .attach import loopvq_codebooks, loopvq_config
 from .codebook import SIDES, LoopVQCodebook
+from .decode import DecodeStep
+from .graph import StepGraphs
 from .memory import MemoryReport
 from .spec import LoopSpec, rotate
+
+
+# Spare pages that a decode step asks for when codes have to grow: 512 tokens between two captures of its graphs.
+STEP_PAGES = 64
 
 
 class LoopVQSlot(CacheLayerMixin):
@@ -68,14 +77,13 @@ class LoopVQSlot(CacheLayerMixin):
 
 @dataclass
 class _Chunk:
-    """One forward pass over ``count`` columns.
+    """One forward pass over ``count`` columns, of a prompt or of several tokens at once.
 
     Attributes:
         valid: bool ``[B, count]``, or None when every column is a real token.
         positions: int64 ``[B, count]`` among the row's real tokens (padding: any).
         start, end, coded, coded_after: per row, on the host: tokens before and after, coded tokens during and after.
         pages: (row, page) of every page that this pass encodes, the same in all layers.
-        targets: per device, rows and window indices of a decode pass's tokens, the same in all slots.
     """
 
     count: int
@@ -86,32 +94,36 @@ class _Chunk:
     coded: list[int]
     coded_after: list[int]
     pages: list[tuple[int, int]] = field(init=False)
-    targets: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.pages = [
-            (row, page)
-            for row, (before, after) in enumerate(zip(self.coded, self.coded_after))
-            for page in range(before // PAGE, after // PAGE)
-        ]
+        self.pages = _due_pages(self.coded, self.coded_after)
 
-    @property
-    def is_decode(self) -> bool:
-        return self.count == 1 and self.valid is None
+
+def _due_pages(coded: list[int], coded_after: list[int]) -> list[tuple[int, int]]:
+    """(row, page) of the pages that become codes."""
+    return [
+        (row, page)
+        for row, (before, after) in enumerate(zip(coded, coded_after))
+        if after > before
+        for page in range(before // PAGE, after // PAGE)
+    ]
 
 
 class _LayerStore:
     """Tensors of one layer, on its device.
 
-    pages: uint8 ``[nB, 2, B, P, H, NG, 8]``, the order that the CUDA kernel reads; codes: the same as ``[nB, 2, B, P, H,
-    8, NG]``; window: model dtype ``[T, 2, B, H, S + R, D]``.
+    pages: uint8 ``[nB, 2, B, P + 1, H, NG, 8]``, the order that the CUDA kernel reads; the last page belongs to nobody
+    (see :meth:`DecodeStep.refresh`). codes: the same as ``[nB, 2, B, P + 1, H, 8, NG]``; window: model dtype
+    ``[T, 2, B, H, S + R, D]``.
     """
 
     def __init__(self, codebook: LoopVQCodebook, batch: int, pages: int, slots: int, heads: int, dtype: torch.dtype):
         g = codebook.grouping
         device = codebook.device
-        self.pages = torch.empty((g.blocks, 2, batch, pages, heads, g.groups, PAGE), dtype=torch.uint8, device=device)
-        self.window = torch.zeros((g.steps, 2, batch, heads, slots, g.head_dim), dtype=dtype, device=device)
+        shape = (g.blocks, 2, batch, pages + 1, heads, g.groups, PAGE)
+        with torch.inference_mode(False):  # a later call without inference mode must be able to write to them
+            self.pages = torch.empty(shape, dtype=torch.uint8, device=device)
+            self.window = torch.zeros((g.steps, 2, batch, heads, slots, g.head_dim), dtype=dtype, device=device)
         self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # step -> (key, value) of the current chunk
 
     @property
@@ -120,15 +132,23 @@ class _LayerStore:
 
     def grow(self, pages: int) -> None:
         shape = list(self.pages.shape)
-        shape[3] = pages
-        larger = torch.empty(shape, dtype=torch.uint8, device=self.pages.device)
-        larger[:, :, :, : self.pages.shape[3]] = self.pages
+        kept, shape[3] = shape[3] - 1, pages + 1
+        with torch.inference_mode(False):
+            larger = torch.empty(shape, dtype=torch.uint8, device=self.pages.device)
+            larger[:, :, :, :kept] = self.pages[:, :, :, :kept]
         self.pages = larger
 
-    def select(self, rows: torch.Tensor) -> None:
+    def select(self, rows: torch.Tensor, pages: int) -> None:
+        """Keep these rows and their first ``pages`` pages; in place, if their number stays the same."""
         rows = rows.to(self.pages.device)
-        self.pages = self.pages.index_select(2, rows)
-        self.window = self.window.index_select(2, rows)
+        with torch.inference_mode(False):
+            if len(rows) == self.pages.shape[2]:
+                used = self.pages[:, :, :, :pages]
+                used.copy_(used.index_select(2, rows))
+                self.window.copy_(self.window.index_select(2, rows))
+            else:
+                self.pages = self.pages.index_select(2, rows)
+                self.window = self.window.index_select(2, rows)
 
 
 class LoopVQCache(Cache):
@@ -140,6 +160,10 @@ class LoopVQCache(Cache):
         prefill_chunk_size: longest piece of a prompt that is processed at once; None takes the artifact's.
         strict: raise instead of falling back when decode attention cannot run on the Triton kernel.
         backend: "auto", or "cuda" / "triton" / "reference" to force a path (for tests).
+        cuda_graphs: None: run decode steps as CUDA graphs where possible, which changes nothing but their speed. False:
+            never. True: raise where it is not possible.
+        max_cache_len: tokens per row to reserve codes for at once. Without it room grows in steps (``generate`` says how
+            far it may go); each of them captures the graphs again. A longer text still grows it.
 
     Attributes:
         backend: "cuda", "triton" or "reference", the path of decode attention. Prefill attends through PyTorch's
@@ -147,7 +171,7 @@ class LoopVQCache(Cache):
 
     Raises:
         ValueError: the model carries no codebooks, or an option is out of range.
-        FallbackError: ``strict`` and no Triton path.
+        FallbackError: ``strict`` and no Triton path, or ``cuda_graphs=True`` and no way to use them.
 
     Example:
         >>> cache = LoopVQCache(model)                                          # doctest: +SKIP
@@ -163,6 +187,8 @@ class LoopVQCache(Cache):
         prefill_chunk_size: int | None = None,
         strict: bool = False,
         backend: str = "auto",
+        cuda_graphs: bool | None = None,
+        max_cache_len: int | None = None,
     ):
         config = loopvq_config(model)
         self.spec = LoopSpec.of(model)
@@ -177,8 +203,20 @@ class LoopVQCache(Cache):
             raise ValueError(f"prefill_chunk_size={self.prefill_chunk_size} must be at least {PAGE}.")
         if backend not in ("auto", "cuda", "triton", "reference"):
             raise ValueError(f"backend={backend!r} must be 'auto', 'cuda', 'triton' or 'reference'.")
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"max_cache_len={max_cache_len} must be at least 1 token, or None.")
+        self.max_cache_len = max_cache_len
         self.backend = self._choose_backend(backend, strict)
         self.ring = self.window + PAGE
+        obstacle = "decode attention on the reference path reads lengths on the host"
+        self._graphs = StepGraphs(
+            getattr(model, "base_model", model),
+            cuda_graphs,
+            obstacle if self.backend == "reference" else None,
+            lambda: [codebook.derived() for codebook in self.codebooks],
+        )
+        if cuda_graphs and self._graphs.problem:
+            raise FallbackError(f"cuda_graphs=True is not possible here: {self._graphs.problem}.")
         super().__init__(layers=[LoopVQSlot(self) for _ in range(self.spec.slots)])
         self.reset()
 
@@ -187,15 +225,18 @@ class LoopVQCache(Cache):
     def reset(self) -> None:
         """Forget everything, tensors included."""
         self._stores: list[_LayerStore] | None = None
+        self._capacity = 0  # pages per row
+        self._longest: int | None = None  # columns that generate() will not exceed
         self._rope: dict[torch.device, RopeTables] = {}
-        self._chunk: _Chunk | None = None
+        self._chunk: _Chunk | DecodeStep | None = None  # the forward pass that is running
+        self._step: DecodeStep | None = None  # kept between steps
+        self._graphs.drop()
         self._seen = 0  # columns, padding included: what transformers calls the sequence length
         self._lengths: list[int] = []  # real tokens per row
         self._coded: list[int] = []  # coded tokens per row, multiples of 8
         self._columns: list[
             tuple[bool, ...] | None
         ] = []  # which rows the last columns belong to (None: all), for crop
-        self._device_lengths: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def batch_size(self) -> int | None:
@@ -206,6 +247,20 @@ class LoopVQCache(Cache):
     def coded_tokens(self) -> list[int]:
         """Coded tokens of each row."""
         return list(self._coded)
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether steps of one token are replayed, from the third on at the latest."""
+        return self._graphs.problem is None
+
+    @property
+    def graph_replays(self) -> int:
+        """Steps that were replayed so far."""
+        return self._graphs.replays
+
+    def expect_length(self, longest: int) -> None:
+        """Announce that the cache will not exceed ``longest`` columns soon: codes then grow to that, and no further."""
+        self._longest = longest
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen so far, padding included."""
@@ -232,9 +287,16 @@ class LoopVQCache(Cache):
         """See :meth:`hf_lowbit.protocols.KVAttention.run`; prompts longer than ``prefill_chunk_size`` go in chunks."""
         batch, count, _ = inputs_embeds.shape
         valid = self._valid_columns(attention_mask, batch, count)
+        if self._chunk is not None:
+            raise RuntimeError(
+                "an earlier forward pass with this LoopVQCache did not finish (an exception, or out of memory), so its "
+                "states are incomplete; call reset() and start again from the prompt."
+            )
+        if count > 1:
+            self._reserve(self._pages_of(self._seen + count), PAGE)
         size = self.prefill_chunk_size
         if count <= size:
-            return self._run_chunk(inputs_embeds, valid, forward_chunk)
+            return self._run_piece(inputs_embeds, valid, forward_chunk)
         back = None
         if valid is not None:
             # Pack every row to the left, so that its chunks end at the same real positions as they would without the
@@ -248,7 +310,7 @@ class LoopVQCache(Cache):
             piece = None if valid is None else valid[:, i : i + size]
             if piece is not None and bool(piece.all()):
                 piece = None
-            parts.append(self._run_chunk(inputs_embeds[:, i : i + size], piece, forward_chunk))
+            parts.append(self._run_piece(inputs_embeds[:, i : i + size], piece, forward_chunk))
         merged = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
         if back is not None:
             self._columns = self._columns_of(valid.gather(1, back))
@@ -270,17 +332,22 @@ class LoopVQCache(Cache):
             )
         key, value = key.detach(), value.detach()
         if self._stores is None:
-            self._allocate(len(chunk.start), key.dtype)
+            self._allocate(key.shape[0], key.dtype)
         store = self._stores[layer]
         query = rotate(query, cos, sin)
-        if chunk.is_decode:
-            self._write_token(store, step, key, value)
+        size = self.grouping.steps_per_code
+        block, place = divmod(step, size)
+        if isinstance(chunk, DecodeStep):
+            chunk.write(store.window[step], key, value)
             out = self._decode(store, query, layer, step, module.scaling)
+            if place == size - 1:
+                window = store.window[block * size : step + 1]
+                chunk.encode(window, store.codes[block], self.codebooks[layer], block)
         else:
             store.pending[step] = (key, value)
             out = self._prefill(store, query, key, value, cos, sin, layer, step, module.scaling)
-        if (step + 1) % self.grouping.steps_per_code == 0:
-            self._commit(store, layer, step // self.grouping.steps_per_code)
+            if place == size - 1:
+                self._commit(store, layer, block)
         return out
 
     # -- forward passes ----------------------------------------------------------------------------------------------
@@ -300,15 +367,49 @@ class LoopVQCache(Cache):
         valid = mask[:, self._seen :] != 0
         return None if bool(valid.all()) else valid
 
+    def _run_piece(self, inputs_embeds, valid, forward_chunk) -> dict:
+        if inputs_embeds.shape[1] == 1 and valid is None:
+            return self._run_step(inputs_embeds, forward_chunk)
+        return self._run_chunk(inputs_embeds, valid, forward_chunk)
+
+    def _run_step(self, inputs_embeds, forward_chunk) -> dict:
+        """One real token in every row."""
+        batch, device = inputs_embeds.shape[0], inputs_embeds.device
+        start, coded = self._rows(batch)
+        end = [length + 1 for length in start]
+        coded_after = self._coded_at(end, coded)
+        # One page ahead, so that the first step after a prompt grows the codes, and not the first that encodes: it is
+        # the one before the graphs are captured.
+        self._reserve(max(coded_after) // PAGE + 1, STEP_PAGES)
+        if self._step is None or not self._step.fits(batch, device):
+            self._graphs.drop()
+            devices = {device, *(codebook.device for codebook in self.codebooks)}
+            self._step = DecodeStep(batch, devices, self.sinks, self.ring)
+        self._step.refresh(end, coded, _due_pages(coded, coded_after), spare=self._capacity)
+        for on in self._step.devices:
+            self._cover_positions(on)
+        self._chunk = step = self._step
+
+        def forward(embeds: torch.Tensor) -> dict[str, torch.Tensor]:
+            step.derive()
+            return forward_chunk(embeds, step.on(embeds.device).position)
+
+        if self._stores is None:
+            out = forward(inputs_embeds)
+        else:
+            key = getattr(forward_chunk, "graph_key", None)
+            try:
+                out = self._graphs.run(step.pages, key, inputs_embeds, forward)
+            except FallbackError:
+                self._chunk = None
+                raise
+        self._finish(1, end, coded_after, [None])
+        return out
+
     def _run_chunk(self, inputs_embeds, valid, forward_chunk) -> dict:
-        if self._chunk is not None:
-            raise RuntimeError(
-                "an earlier forward pass with this LoopVQCache did not finish (an exception, or out of memory), so its "
-                "states are incomplete; call reset() and start again from the prompt."
-            )
         batch, count, _ = inputs_embeds.shape
         device = inputs_embeds.device
-        start = self._lengths if self._stores is not None else [0] * batch
+        start, coded = self._rows(batch)
         if valid is None:
             added = [count] * batch
             offsets = torch.arange(count, device=device).expand(batch, count)
@@ -326,30 +427,45 @@ class LoopVQCache(Cache):
                 f"rows {[b for b, n in enumerate(end) if n == 0]} of the batch hold no token at all (empty prompt, or "
                 "attention_mask all zero); give every row at least one token."
             )
-        coded = self._coded if self._stores is not None else [0] * batch
-        coded_after = [max(c, PAGE * (max(0, n - self.sinks - self.window) // PAGE)) for c, n in zip(coded, end)]
+        coded_after = self._coded_at(end, coded)
         positions = offsets + torch.tensor(start, device=device).unsqueeze(1)
         self._chunk = _Chunk(count, valid, positions, list(start), end, list(coded), coded_after)
-        self._reserve(max(coded_after) // PAGE)
-        self._device_lengths = {}
+        self._reserve(max(coded_after) // PAGE, PAGE)
+        self._graphs.recheck()
 
         out = forward_chunk(inputs_embeds, positions)
 
-        self._lengths, self._coded = end, coded_after
+        self._finish(count, end, coded_after, [None] * count if valid is None else self._columns_of(valid))
+        return out
+
+    def _rows(self, batch: int) -> tuple[list[int], list[int]]:
+        """Tokens and coded tokens of each row before this pass."""
+        return (self._lengths, self._coded) if self._stores is not None else ([0] * batch, [0] * batch)
+
+    def _coded_at(self, lengths: list[int], coded: list[int]) -> list[int]:
+        """Coded tokens of each row once it holds ``lengths`` tokens."""
+        return [max(c, PAGE * self._pages_of(n)) for c, n in zip(coded, lengths)]
+
+    def _pages_of(self, length: int) -> int:
+        """Pages of codes that a row of ``length`` tokens has."""
+        return max(0, length - self.sinks - self.window) // PAGE
+
+    def _finish(
+        self, count: int, lengths: list[int], coded: list[int], columns: list[tuple[bool, ...] | None]
+    ) -> None:
+        """The pass over ``count`` columns is complete: take over what it changed."""
+        self._lengths, self._coded = lengths, coded
         self._seen += count
-        columns = [None] * count if valid is None else self._columns_of(valid)
         self._columns = (self._columns + columns)[-(self.sinks + self.ring) :]
         self._chunk = None
-        return out
 
     def _columns_of(self, valid: torch.Tensor) -> list[tuple[bool, ...] | None]:
         last = valid[:, -(self.sinks + self.ring) :].t().tolist()
         return [None if all(column) else tuple(column) for column in last]
 
     def _allocate(self, batch: int, dtype: torch.dtype) -> None:
-        pages = max(self._chunk.coded_after) // PAGE
-        slots = self.sinks + self.ring
-        self._stores = [_LayerStore(c, batch, pages, slots, self.spec.kv_heads, dtype) for c in self.codebooks]
+        slots, heads = self.sinks + self.ring, self.spec.kv_heads
+        self._stores = [_LayerStore(c, batch, self._capacity, slots, heads, dtype) for c in self.codebooks]
 
     def _choose_backend(self, asked: str, strict: bool) -> str:
         spec, device = self.spec, self.codebooks[0].device
@@ -371,36 +487,35 @@ class LoopVQCache(Cache):
                 warnings.warn(f"LoopVQ decode attention runs on the slow reference path: {reason}.", stacklevel=3)
         return name
 
-    def _reserve(self, pages: int) -> None:
-        """Room for ``pages`` pages per row. Grows by a quarter, so that a token costs O(1) copies on average."""
-        if self._stores is None:
+    def _reserve(self, pages: int, step: int) -> None:
+        """Room for ``pages`` pages per row. Grows by a quarter, at least ``step``: a token costs O(1) copies on average."""
+        if pages <= self._capacity:
             return
-        capacity = self._stores[0].codes.shape[3]
-        if pages > capacity:
-            pages = max(pages, capacity + capacity // 4 + 8)
+        if self.max_cache_len is not None:
+            pages = max(pages, self._pages_of(self.max_cache_len) + 1)
+        if self._stores is not None:
+            ahead = max(pages, self._capacity + max(self._capacity // 4, step))
+            limit = ahead if self._longest is None else self._pages_of(self._longest) + 1
+            pages = max(pages, min(ahead, limit)) if limit >= pages else ahead  # an outdated limit means nothing
+            self._graphs.drop()
             for store in self._stores:
                 store.grow(pages)
+        self._capacity = pages
 
-    def _lengths_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 ``[B]`` lengths (this chunk's tokens included) and coded tokens, once per forward and device."""
-        if device not in self._device_lengths:
-            both = torch.tensor([self._chunk.end, self._chunk.coded], dtype=torch.int32)
-            if device.type == "cuda":
-                both = both.pin_memory().to(device, non_blocking=True)
-            self._device_lengths[device] = (both[0], both[1])
-        return self._device_lengths[device]
-
-    def _rope_tables(self, device: torch.device) -> RopeTables:
-        """Angles for the decode kernel, covering this chunk's positions."""
-        longest = max(self._chunk.end)
+    def _cover_positions(self, device: torch.device) -> None:
+        """Angles for the decode kernel, of every position that the reserved pages and the window can hold."""
+        longest = self.sinks + PAGE * self._capacity + self.ring
         tables = self._rope.get(device)
         if tables is None:
             scaling = float(getattr(self.spec.rotary, "attention_scaling", 1.0))
-            tables = build_rope_tables(
-                self.spec.inv_freq(), longest, offset=self.sinks, device=device, attention_scaling=scaling
-            )
-        self._rope[device] = tables.grow(longest)
-        return self._rope[device]
+            with torch.inference_mode(False):
+                tables = build_rope_tables(
+                    self.spec.inv_freq(), longest, offset=self.sinks, device=device, attention_scaling=scaling
+                )
+        elif longest > tables.max_position:
+            self._graphs.drop()
+            tables = tables.grow(longest)
+        self._rope[device] = tables
 
     def _cos_sin(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's own cos and sin ``[B or 1, n, D]``: a key rotated late is bit for bit the key of a stock cache."""
@@ -412,19 +527,9 @@ class LoopVQCache(Cache):
         """Where a position lives in the window: sinks first, then a ring."""
         return torch.where(positions < self.sinks, positions, self.sinks + (positions - self.sinks) % self.ring)
 
-    def _write_token(self, store: _LayerStore, step: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        targets = self._chunk.targets
-        if key.device not in targets:
-            positions = self._chunk.positions[:, 0].to(key.device)
-            targets[key.device] = (torch.arange(key.shape[0], device=key.device), self._window_index(positions))
-        rows, index = targets[key.device]
-        store.window[step, 0, rows, :, index] = key[:, :, 0]
-        store.window[step, 1, rows, :, index] = value[:, :, 0]
-
     def _decode(self, store: _LayerStore, query, layer: int, step: int, scale: float) -> torch.Tensor:
         block = step // self.grouping.steps_per_code
-        codebook = self.codebooks[layer]
-        lengths, coded = self._lengths_on(query.device)
+        codebook, at = self.codebooks[layer], self._chunk.on(query.device)
         table = codebook.staged_table if self.backend == "cuda" else codebook.table
         out = vq_decode_attention(
             query[:, :, 0],
@@ -434,12 +539,12 @@ class LoopVQCache(Cache):
             table("value", step),
             store.window[step, 0],
             store.window[step, 1],
-            lengths,
-            coded,
-            self._rope_tables(query.device),
+            at.length,
+            at.coded,
+            self._rope[query.device],
             scale,
             sinks=self.sinks,
-            max_coded=max(self._chunk.coded),
+            max_coded=PAGE * self._capacity,
             backend=self.backend,
         )
         return out.unsqueeze(1)
@@ -525,26 +630,20 @@ class LoopVQCache(Cache):
                 codes = codebook.encode(side, block, states.flatten(1, 2))  # states [T_c, pages * 8, H, D]
                 codes = codes.unflatten(0, (-1, PAGE)).transpose(1, 2)  # [pages, H, 8, NG]
                 store.codes[block, i, rows, page] = codes
-        if not chunk.is_decode:
-            row, column, index = self._tail(device)
-            for step in steps:
-                key, value = store.pending.pop(step)
-                store.window[step, 0, row, :, index] = key[row, :, column]
-                store.window[step, 1, row, :, index] = value[row, :, column]
+        row, column, index = self._tail(device)
+        for step in steps:
+            key, value = store.pending.pop(step)
+            store.window[step, 0, row, :, index] = key[row, :, column]
+            store.window[step, 1, row, :, index] = value[row, :, column]
 
     def _source(self, store: _LayerStore, side: int, step: int) -> torch.Tensor:
-        """``[B, H, S + R (+ n), D]``: the window, followed by the chunk if there is one."""
-        window = store.window[step, side]
-        if step not in store.pending:
-            return window
-        return torch.cat([window, store.pending[step][side]], dim=2)
+        """``[B, H, S + R + n, D]``: the window, followed by the chunk."""
+        return torch.cat([store.window[step, side], store.pending[step][side]], dim=2)
 
     def _source_index(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Index into :meth:`_source` of ``positions`` ``[pages, 8]`` of ``rows`` ``[pages]``."""
         chunk = self._chunk
         index = self._window_index(positions)
-        if chunk.is_decode:
-            return index
         device = rows.device
         start = torch.tensor(chunk.start, device=device)[rows].unsqueeze(1)
         column = (positions - start).clamp_min(0)
@@ -568,11 +667,13 @@ class LoopVQCache(Cache):
     # -- operations on rows and length -------------------------------------------------------------------------------
 
     def _select(self, rows: list[int]) -> None:
-        if self._stores is None:
+        if self._stores is None or rows == list(range(len(self._lengths))):
             return
-        index = torch.tensor(rows, dtype=torch.long)
+        if len(rows) != len(self._lengths):
+            self._graphs.drop()
+        index, pages = torch.tensor(rows, dtype=torch.long), max(self._coded) // PAGE
         for store in self._stores:
-            store.select(index)
+            store.select(index, pages)
         self._lengths = [self._lengths[r] for r in rows]
         self._coded = [self._coded[r] for r in rows]
         self._columns = [None if c is None else tuple(c[r] for r in rows) for c in self._columns]
@@ -647,13 +748,13 @@ class LoopVQCache(Cache):
         elements_per_token = 2 * self.spec.slots * self.spec.kv_heads * self.spec.head_dim
         itemsize = stores[0].window.element_size() if stores else 0
         coded, tokens = sum(self._coded), sum(self._lengths)
-        lengths = sum(t.nbytes for pair in self._device_lengths.values() for t in pair)
+        step = self._step.nbytes if self._step is not None else 0
         return MemoryReport(
             codes=used,
             codes_reserved=sum(store.codes.nbytes for store in stores),
             window=sum(store.window.nbytes for store in stores),
             codebooks=sum(codebook.nbytes() for codebook in self.codebooks),
-            scratch=lengths + sum(rope.nbytes for rope in self._rope.values()),
+            scratch=step + self._graphs.nbytes + sum(rope.nbytes for rope in self._rope.values()),
             full_precision=tokens * elements_per_token * itemsize,
             tokens=tokens,
             coded_tokens=coded,
@@ -664,5 +765,6 @@ class LoopVQCache(Cache):
         g = self.grouping
         return (
             f"LoopVQCache(bits={8 / g.group_size:g}, loop_group_size={g.steps_per_code}, window={self.window}, "
-            f"rows={self.batch_size}, tokens={sum(self._lengths)}, coded={sum(self._coded)}, backend={self.backend})"
+            f"rows={self.batch_size}, tokens={sum(self._lengths)}, coded={sum(self._coded)}, backend={self.backend}, "
+            f"cuda_graphs={self.uses_cuda_graphs})"
         )

@@ -125,6 +125,10 @@ class LoopVQCodebook(nn.Module):
         tables = tables.unflatten(0, (grouping.blocks, grouping.steps_per_code)).transpose(0, 1)
         return grouping.join_tables(tables)
 
+    def derived(self) -> list[tuple]:
+        """What was derived from the buffers so far, for a CUDA graph to keep alive: a changed buffer drops it here."""
+        return list(self._derived.values())
+
     def nbytes(self) -> int:
         """Bytes of the buffers and of what was derived from them so far."""
         derived = sum(t.nbytes for _, *tensors in self._derived.values() for t in tensors if t is not None)

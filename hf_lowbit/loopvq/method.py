@@ -23,7 +23,14 @@ class LoopVQ:
     name = NAME
     tables = "codebooks"
     table_class = LoopVQCodebook
-    cache_options = ("recent_window", "prefill_chunk_size", "strict", "backend")
+    cache_options = (
+        "recent_window",
+        "prefill_chunk_size",
+        "strict",
+        "backend",
+        "cuda_graphs",
+        "max_cache_len",
+    )
 
     def check(self, model) -> None:
         LoopSpec.of(model)

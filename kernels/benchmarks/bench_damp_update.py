@@ -39,15 +39,15 @@ LAYOUTS = {
 }
 MEASURED = "int8+16"  # the paper's layout: the one that --sweep tunes
 ROTATION_BYTES = 4 * 60e6  # four times the L2 that an H200 reports
-# Relative norms of the outputs (fp32 sums) and of the state where codes agree (single fp16 values may round the other way),
+# Relative norms of the outputs (fp32 sums, rounded to bf16) and of the state where codes agree (single fp16 values may round the other way),
 # and the share of values whose codes do not agree: next to a rounding border.
-TOLERANCES = {"out": 1e-5, "state": 1e-4, "other_codes": 2e-3}
+TOLERANCES = {"out": 1e-3, "state": 1e-4, "other_codes": 2e-3}
 # (rows, warps per record, registers per thread, streaming)
 SWEEP = [
     (8, 1, None, False),
-    (8, 1, None, True),
     (8, 1, 200, False),
     (8, 1, 184, False),
+    (8, 1, 184, True),
     (8, 1, 168, False),
     (8, 1, 168, True),
     (8, 1, 128, False),
@@ -69,6 +69,12 @@ def make_launch(rows, num_warps, max_registers, streaming):
     from hf_lowbit_kernels.damp_triton import DampLaunch
 
     return DampLaunch(rows, num_warps, max_registers, streaming)
+
+
+def default_launch(layout: DampLayout):
+    from hf_lowbit_kernels.damp_triton import damp_launch
+
+    return damp_launch(layout)
 
 
 def make_plan(device="cuda") -> DampPlan:
@@ -130,7 +136,6 @@ def check(kind: str, name: str, launch=None) -> dict:
     state = size * torch.randn(batch, HEADS, KEY_DIM, VALUE_DIM, generator=generator, device="cuda")
     records = damp_pack(state, plan, layout)
     inputs = make_inputs(kind, batch, 8)
-    inputs = (*inputs[:2], inputs[2].float(), *inputs[3:])  # fp32 outputs
     indices = torch.tensor([2, 0, 1], dtype=torch.int32, device="cuda")
     expected_records = records.clone()
     expected = damp_update_reference(expected_records, indices, *inputs, plan, layout, scale=KEY_DIM**-0.5)
@@ -309,7 +314,9 @@ def main() -> int:
     parser.add_argument(
         "--sweep", action="store_true", help="try launch configurations first; the table uses the best"
     )
-    parser.add_argument("--launch", help="rows,num_warps,max_registers,streaming of all our arms, such as 8,1,168,0")
+    parser.add_argument(
+        "--launch", help="rows,num_warps,max_registers,streaming of our arms but fp32, such as 8,1,168,0"
+    )
     parser.add_argument("--skip-fla", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -347,9 +354,11 @@ def main() -> int:
         results["sweep"] = sweep(args.budget, rate)
         save()
         config = config or results["sweep"][-1]["config"]
-    launch = config and make_launch(*config)
-    results["launch"] = config
-    compile_all([(kind, name, config) for kind in kinds for name in LAYOUTS])
+    # The fp32 state takes more registers and keeps its own configuration.
+    configs = {name: None if name == "fp32" else config for name in LAYOUTS}
+    launches = {name: chosen and make_launch(*chosen) for name, chosen in configs.items()}
+    results["launch"] = str(launches[MEASURED] or default_launch(LAYOUTS[MEASURED]))
+    compile_all([(kind, name, configs[name]) for kind in kinds for name in LAYOUTS])
 
     for kind in kinds:
         step = None if args.skip_fla else fla_function(kind)
@@ -358,14 +367,16 @@ def main() -> int:
             results["checks"].append({"kind": kind, **error})
         for name in LAYOUTS:
             results["checks"].append(
-                {"kind": kind, "arm": name, **guarded(f"check {kind} {name}", check, kind, name, launch)}
+                {"kind": kind, "arm": name, **guarded(f"check {kind} {name}", check, kind, name, launches[name])}
             )
         for batch in batches:
             arms = {}
             for arm in ("fla", "fla+copy") if step is not None else ():
                 arms[arm] = guarded(f"{arm} {kind} {batch}", bench_fla, kind, batch, arm != "fla", args.budget, step)
             for name in LAYOUTS:
-                arms[name] = guarded(f"{name} {kind} {batch}", bench_ours, kind, batch, name, args.budget, launch)
+                arms[name] = guarded(
+                    f"{name} {kind} {batch}", bench_ours, kind, batch, name, args.budget, launches[name]
+                )
             for arm, row in arms.items():
                 if "us" in row:
                     row["copy_share"] = row["tb_s"] * 1e12 / rate

@@ -47,11 +47,13 @@ def _let_interpreter_loop_over_loaded_bounds():
 
 def _round_fma_once_in_the_interpreter():
     """Triton's interpreter rounds the product of an fp32 fma; hardware does not, and quotients in kernels rely on it."""
+    import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_fma(self, x, y, z):
-        exact = x.data.astype("float64") * y.data + z.data
-        return TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
+        with np.errstate(all="ignore"):  # also on values that a tl.where discards
+            exact = x.data.astype(np.float64) * y.data + z.data
+            return TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
 
     InterpreterBuilder.create_fma = create_fma
 

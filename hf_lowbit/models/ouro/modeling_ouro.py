@@ -482,6 +482,8 @@ class OuroModel(OuroPreTrainedModel):
                 fields |= {f"hidden_states.{i}": state for i, state in enumerate(layer_states)}
             return fields
 
+        # No exit rule reads anything on the host, so that every one of them can be captured in a CUDA graph.
+        forward_chunk.graph_key = (self, exit_rule, output_loop_states, bool(output_hidden_states))
         fields = cache.run(inputs_embeds, attention_mask, forward_chunk)
         if output_hidden_states:
             names = [f"hidden_states.{i}" for i in range(self.config.num_cache_slots + 1)]

@@ -22,6 +22,7 @@ class RopeTables:
         base_cos, base_sin: fp32 ``[rows, D/2]``, multiplied by ``attention_scaling``.
         offset_cos, offset_sin: fp32 ``[MAX_TILE, D/2]``, not scaled.
         mirror_cos, mirror_sin: fp32 ``[8, D/2]``, distances 0.5, 1.5, ... 7.5 from the middle of a run, not scaled.
+        mirror_half: fp16 ``[2, 8, D/2]``, both of them rounded, for packed arithmetic.
         tile: positions between base rows.
         offset: position of coded token 0 (the number of sink tokens).
         attention_scaling: the model's factor on cos and sin (1.0 for the default RoPE). It counts once here, for the
@@ -35,6 +36,7 @@ class RopeTables:
     offset_sin: torch.Tensor
     mirror_cos: torch.Tensor
     mirror_sin: torch.Tensor
+    mirror_half: torch.Tensor
     tile: int
     offset: int
     attention_scaling: float = 1.0
@@ -57,6 +59,7 @@ class RopeTables:
             self.offset_sin,
             self.mirror_cos,
             self.mirror_sin,
+            self.mirror_half,
         )
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -79,6 +82,7 @@ class RopeTables:
             self.offset_sin,
             self.mirror_cos,
             self.mirror_sin,
+            self.mirror_half,
             self.tile,
             self.offset,
             self.attention_scaling,
@@ -134,6 +138,7 @@ def build_rope_tables(
         steps.sin().float().to(device),
         mirrors.cos().float().to(device),
         mirrors.sin().float().to(device),
+        torch.stack([mirrors.cos(), mirrors.sin()]).half().to(device),
         tile,
         offset,
         float(attention_scaling),

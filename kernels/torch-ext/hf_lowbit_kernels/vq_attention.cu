@@ -213,6 +213,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     const float* __restrict__ base_cos, const float* __restrict__ base_sin,      // [rows, 64], 8 positions a row
     const float* __restrict__ offset_cos, const float* __restrict__ offset_sin,  // [128, 64]
     const float* __restrict__ mirror_cos, const float* __restrict__ mirror_sin,  // [8, 64], distances 0.5, 1.5, ...
+    const u32* __restrict__ mirror_half,                                         // the same as fp16 [2, 8, 64]
     float* scratch, int* counters, u16* out,
     float scale, int batch, int sinks, int ring,
     i64 stride_qb, i64 stride_qh, i64 stride_kcb, u32 stride_kcp, i64 stride_vcb, u32 stride_vcp,
@@ -254,13 +255,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     u32 cosine[MIRRORS][PAIRS], sine[MIRRORS][PAIRS];
 #pragma unroll
     for (int s = 0; s < MIRRORS; s++) {
-        float f[C];
-        load_row(f, mirror_cos + s * HALF + in_half);
 #pragma unroll
-        for (int e = 0; e < PAIRS; e++) cosine[s][e] = pack2(f[2 * e], f[2 * e + 1]);
-        load_row(f, mirror_sin + s * HALF + in_half);
-#pragma unroll
-        for (int e = 0; e < PAIRS; e++) sine[s][e] = pack2(f[2 * e], f[2 * e + 1]);
+        for (int e = 0; e < PAIRS; e += 2) {
+            uint2 c2 = *(const uint2*)(mirror_half + (s * HALF + in_half) / 2 + e);
+            uint2 s2 = *(const uint2*)(mirror_half + ((8 + s) * HALF + in_half) / 2 + e);
+            cosine[s][e] = c2.x; cosine[s][e + 1] = c2.y;
+            sine[s][e] = s2.x; sine[s][e + 1] = s2.y;
+        }
     }
     // From one of the warp's spans to its next lie 2 * TEAM pages, 64 positions.
     float step_cos[C], step_sin[C];

@@ -91,7 +91,8 @@ def vq_decode_attention_cuda(
     counters = _counters(device, torch.cuda.current_stream(device).cuda_stream, batch * heads)
     tensors = (
         query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded,
-        rope.base_cos, rope.base_sin, rope.offset_cos, rope.offset_sin, rope.mirror_cos, rope.mirror_sin, scratch, counters, out,
+        rope.base_cos, rope.base_sin, rope.offset_cos, rope.offset_sin, rope.mirror_cos, rope.mirror_sin, rope.mirror_half,
+        scratch, counters, out,
     )  # fmt: skip
     long, uint = ctypes.c_longlong, ctypes.c_uint
     strides = (
