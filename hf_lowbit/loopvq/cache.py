@@ -31,11 +31,12 @@ from ..config import PAGE
 from ..errors import FallbackError
 from ..protocols import ForcedSchedule
 from .attach import loopvq_codebooks, loopvq_config
-from .codebook import SIDES, LoopVQCodebook
+from .codebook import SIDES
 from .decode import DecodeStep
 from .graph import StepGraphs
 from .memory import MemoryReport
 from .spec import LoopSpec, rotate
+from .store import LayerStore
 
 
 # Spare pages that a decode step asks for when codes have to grow: 512 tokens between two captures of its graphs.
@@ -109,48 +110,6 @@ def _due_pages(coded: list[int], coded_after: list[int]) -> list[tuple[int, int]
     ]
 
 
-class _LayerStore:
-    """Tensors of one layer, on its device.
-
-    pages: uint8 ``[nB, 2, B, P + 1, H, NG, 8]``, the order that the CUDA kernel reads; the last page belongs to nobody
-    (see :meth:`DecodeStep.refresh`). codes: the same as ``[nB, 2, B, P + 1, H, 8, NG]``; window: model dtype
-    ``[T, 2, B, H, S + R, D]``.
-    """
-
-    def __init__(self, codebook: LoopVQCodebook, batch: int, pages: int, slots: int, heads: int, dtype: torch.dtype):
-        g = codebook.grouping
-        device = codebook.device
-        shape = (g.blocks, 2, batch, pages + 1, heads, g.groups, PAGE)
-        with torch.inference_mode(False):  # a later call without inference mode must be able to write to them
-            self.pages = torch.empty(shape, dtype=torch.uint8, device=device)
-            self.window = torch.zeros((g.steps, 2, batch, heads, slots, g.head_dim), dtype=dtype, device=device)
-        self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # step -> (key, value) of the current chunk
-
-    @property
-    def codes(self) -> torch.Tensor:
-        return self.pages.transpose(-1, -2)
-
-    def grow(self, pages: int) -> None:
-        shape = list(self.pages.shape)
-        kept, shape[3] = shape[3] - 1, pages + 1
-        with torch.inference_mode(False):
-            larger = torch.empty(shape, dtype=torch.uint8, device=self.pages.device)
-            larger[:, :, :, :kept] = self.pages[:, :, :, :kept]
-        self.pages = larger
-
-    def select(self, rows: torch.Tensor, pages: int) -> None:
-        """Keep these rows and their first ``pages`` pages; in place, if their number stays the same."""
-        rows = rows.to(self.pages.device)
-        with torch.inference_mode(False):
-            if len(rows) == self.pages.shape[2]:
-                used = self.pages[:, :, :, :pages]
-                used.copy_(used.index_select(2, rows))
-                self.window.copy_(self.window.index_select(2, rows))
-            else:
-                self.pages = self.pages.index_select(2, rows)
-                self.window = self.window.index_select(2, rows)
-
-
 class LoopVQCache(Cache):
     """KV cache of a calibrated looped model in 0.25 to 2 bits an element. Allocates nothing until it is used.
 
@@ -205,7 +164,7 @@ class LoopVQCache(Cache):
             raise ValueError(f"backend={backend!r} must be 'auto', 'cuda', 'triton' or 'reference'.")
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len={max_cache_len} must be at least 1 token, or None.")
-        self.max_cache_len = max_cache_len
+        self._max_cache_len = max_cache_len
         self.backend = self._choose_backend(backend, strict)
         self.ring = self.window + PAGE
         obstacle = "decode attention on the reference path reads lengths on the host"
@@ -224,7 +183,7 @@ class LoopVQCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, tensors included."""
-        self._stores: list[_LayerStore] | None = None
+        self._stores: list[LayerStore] | None = None
         self._capacity = 0  # pages per row
         self._longest: int | None = None  # columns that generate() will not exceed
         self._rope: dict[torch.device, RopeTables] = {}
@@ -465,7 +424,7 @@ class LoopVQCache(Cache):
 
     def _allocate(self, batch: int, dtype: torch.dtype) -> None:
         slots, heads = self.sinks + self.ring, self.spec.kv_heads
-        self._stores = [_LayerStore(c, batch, self._capacity, slots, heads, dtype) for c in self.codebooks]
+        self._stores = [LayerStore(c, batch, self._capacity, slots, heads, dtype) for c in self.codebooks]
 
     def _choose_backend(self, asked: str, strict: bool) -> str:
         spec, device = self.spec, self.codebooks[0].device
@@ -491,8 +450,8 @@ class LoopVQCache(Cache):
         """Room for ``pages`` pages per row. Grows by a quarter, at least ``step``: a token costs O(1) copies on average."""
         if pages <= self._capacity:
             return
-        if self.max_cache_len is not None:
-            pages = max(pages, self._pages_of(self.max_cache_len) + 1)
+        if self._max_cache_len is not None:
+            pages = max(pages, self._pages_of(self._max_cache_len) + 1)
         if self._stores is not None:
             ahead = max(pages, self._capacity + max(self._capacity // 4, step))
             limit = ahead if self._longest is None else self._pages_of(self._longest) + 1
@@ -527,7 +486,7 @@ class LoopVQCache(Cache):
         """Where a position lives in the window: sinks first, then a ring."""
         return torch.where(positions < self.sinks, positions, self.sinks + (positions - self.sinks) % self.ring)
 
-    def _decode(self, store: _LayerStore, query, layer: int, step: int, scale: float) -> torch.Tensor:
+    def _decode(self, store: LayerStore, query, layer: int, step: int, scale: float) -> torch.Tensor:
         block = step // self.grouping.steps_per_code
         codebook, at = self.codebooks[layer], self._chunk.on(query.device)
         table = codebook.staged_table if self.backend == "cuda" else codebook.table
@@ -614,7 +573,7 @@ class LoopVQCache(Cache):
 
     # -- encoding ----------------------------------------------------------------------------------------------------
 
-    def _commit(self, store: _LayerStore, layer: int, block: int) -> None:
+    def _commit(self, store: LayerStore, layer: int, block: int) -> None:
         """After a block's last step: encode the pages that leave the window, then put the chunk's tail in the window."""
         chunk, size = self._chunk, self.grouping.steps_per_code
         steps = range(block * size, (block + 1) * size)
@@ -636,7 +595,7 @@ class LoopVQCache(Cache):
             store.window[step, 0, row, :, index] = key[row, :, column]
             store.window[step, 1, row, :, index] = value[row, :, column]
 
-    def _source(self, store: _LayerStore, side: int, step: int) -> torch.Tensor:
+    def _source(self, store: LayerStore, side: int, step: int) -> torch.Tensor:
         """``[B, H, S + R + n, D]``: the window, followed by the chunk."""
         return torch.cat([store.window[step, side], store.pending[step][side]], dim=2)
 

@@ -31,7 +31,7 @@ _COLUMNS = tl.constexpr(GROUP)
 _FP16_MAX = tl.constexpr(FP16_MAX)
 _NORM_EPS = tl.constexpr(NORM_EPS)
 _TINY = tl.constexpr(TINY)
-_NAN = tl.constexpr(float("nan"))
+# No such constant for NaN: triton compares globals by value before every launch, and NaN never equals itself.
 _INF = tl.constexpr(float("inf"))
 _INF_BITS = tl.constexpr(0x7F800000)
 # 1.5 * 2^23: adding it leaves a small number, rounded to nearest even, in the low bits.
@@ -149,7 +149,7 @@ def _update_kernel(
     v_at = _load(perm_v + head * DV + tile * COLUMNS + column, is_column, WHOLE_TILES).to(tl.int32)
     out_ptr = out + (b * HEADS + head) * DV + v_at
     if (slot < 0) | (slot >= slots):
-        fill = tl.where(slot < 0, 0.0, _NAN)
+        fill = tl.where(slot < 0, 0.0, float("nan"))
         tl.store(out_ptr, tl.zeros([COLUMNS], tl.float32) + fill, mask=is_column)
         return
 
@@ -233,7 +233,7 @@ def _update_kernel(
     # element needs a check. Left out: sums beyond 3e38 of finite terms, which overflow below.
     poison = (delta - delta)[None, :]
     poisoned = tl.max(delta.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0) >= _INF_BITS
-    tile_poison = tl.where(poisoned, _NAN, 0.0)
+    tile_poison = tl.where(poisoned, float("nan"), 0.0)
 
     # Write, encode and store.
     for i in tl.static_range(HIGH_BLOCKS):

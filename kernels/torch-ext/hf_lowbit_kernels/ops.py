@@ -185,7 +185,7 @@ def group_major(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _cuda_layouts(k_codes, v_codes, k_table, v_table) -> bool:
-    return all(codes.stride()[3:] == (1, 8) for codes in (k_codes, v_codes)) and all(
+    return all(codes.numel() == 0 or codes.stride()[3:] == (1, 8) for codes in (k_codes, v_codes)) and all(
         is_entry_major(table) for table in (k_table, v_table)
     )
 
