@@ -88,7 +88,9 @@ class LowBitGenerationMixin:
             kwargs["cache_config"] = cache_config
         return super().generate(*args, **kwargs)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
         from .methods import methods_on
 
         free_to_choose = (
@@ -106,7 +108,7 @@ class LowBitGenerationMixin:
         if hasattr(cache, "expect_length"):
             cache.expect_length(max_cache_length)
         return super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, mode, batch_size, max_cache_length
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
 
 

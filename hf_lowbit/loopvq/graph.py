@@ -7,6 +7,7 @@ captures, so that kernels compile and libraries allocate; the second is captured
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import warnings
@@ -169,6 +170,11 @@ class StepGraphs:
                     outputs = forward(self._embeds)
                 finally:
                     graph.capture_end()
+        except BaseException:
+            # After a capture that was broken off PyTorch believes that it goes on, and defers freeing memory for good.
+            with contextlib.suppress(Exception):
+                torch._C._cuda_endAllocateToPool(device.index, self._pool)
+            raise
         finally:
             if collecting:
                 gc.enable()

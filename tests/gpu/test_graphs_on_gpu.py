@@ -100,7 +100,8 @@ def test_graphs_are_the_default_and_need_no_word(model):
     )
     cache = getattr(out, CACHE_ARG)
     assert cache.uses_cuda_graphs and cache.graph_replays >= 27 and "cuda_graphs=True" in repr(cache)
-    assert cache.backend == ("cuda" if model.config.head_dim == 128 else "triton") or cache.backend == "triton"
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert cache.backend == ("cuda" if hopper and model.config.head_dim == 128 else "triton")
 
 
 @torch.no_grad()
