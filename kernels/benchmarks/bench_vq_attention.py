@@ -22,7 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_lowbit_kernels import (
     attention_backend,
     build_rope_tables,
+    entry_major,
+    group_major,
     half_norms,
+    vq_decode_attention,
     vq_decode_attention_reference,
     vq_encode,
     vq_encode_reference,
@@ -107,20 +110,33 @@ def sets_for(size: float) -> int:
     return min(MAX_SETS, max(1, math.ceil(ROTATION_BYTES / size)))
 
 
-def bench_vq(batch: int, tokens: int, channels: int, rope, options: dict, budget_s: float) -> dict:
-    from hf_lowbit_kernels.vq_attention_triton import vq_decode_attention_triton
+def in_layouts_of(backend: str, inputs: dict) -> dict:
+    """Codes and tables as the CUDA kernel reads them, or as they are."""
+    if backend != "cuda":
+        return inputs
+    codes = {name: group_major(inputs[name]) for name in ("k_codes", "v_codes")}
+    return inputs | codes | {name: entry_major(inputs[name]) for name in ("k_table", "v_table")}
 
+
+def bench_vq(batch: int, tokens: int, channels: int, rope, options: dict, budget_s: float) -> dict:
+    if "backend" in options:
+        run = vq_decode_attention
+    else:
+        from hf_lowbit_kernels.vq_attention_triton import vq_decode_attention_triton as run
+
+    backend = options.get("backend", "triton")
     first = vq_inputs(batch, tokens, channels, 0)
     size = vq_bytes(first)
     inputs = [first] + [vq_inputs(batch, tokens, channels, seed) for seed in range(1, sets_for(size))]
-    out = vq_decode_attention_triton(**first, rope=rope, **options)
+    inputs = [in_layouts_of(backend, one) for one in inputs]
+    out = run(**inputs[0], rope=rope, **options)
     rows = range(min(batch, 2))  # the reference decodes everything: two rows are enough
     few = {k: v[: len(rows)] if isinstance(v, torch.Tensor) and "table" not in k else v for k, v in first.items()}
     error = (out[: len(rows)].float() - vq_decode_attention_reference(**few, rope=rope).float()).abs().max().item()
     if not error <= TOLERANCE:  # also catches NaN
         raise AssertionError(f"kernel and reference differ by {error:.3e}, allowed {TOLERANCE:.3e}")
-    us = median_us([lambda i=i: vq_decode_attention_triton(**i, rope=rope, **options) for i in inputs], budget_s)
-    return {"us": us, "gb_s": size / us / 1e3, "bytes": size, "max_error": error}
+    us = median_us([lambda i=i: run(**i, rope=rope, **options) for i in inputs], budget_s)
+    return {"us": us, "backend": backend, "gb_s": size / us / 1e3, "bytes": size, "max_error": error}
 
 
 def bench_sdpa(batch: int, tokens: int, budget_s: float) -> dict:
@@ -213,13 +229,16 @@ def main() -> int:
     parser.add_argument("--stages", type=int)
     parser.add_argument("--sweep", type=float, default=0, metavar="SECONDS", help="also try launch configurations")
     parser.add_argument("--skip-sdpa", action="store_true")
+    parser.add_argument(
+        "--backend", choices=("auto", "cuda", "triton"), default="auto", help="launch flags are triton's"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA device.")
         return 2
     name, reason = attention_backend("cuda", DIM, 1, torch.bfloat16)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {name}: {reason}")
-    if name != "triton":
+    if name == "reference":
         return 2
 
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else SHAPES
@@ -250,7 +269,12 @@ def main() -> int:
         if not args.skip_sdpa:
             base = guarded(f"SDPA {label}", bench_sdpa, batch, tokens, args.budget)
         for channels in channel_list:
+            backend = args.backend
+            if backend == "auto":
+                backend = attention_backend("cuda", DIM, 1, torch.bfloat16, channels)[0]
             options = launch_options(args.rows, args.splits, args.warps, args.stages, channels)
+            if backend == "cuda":
+                options = {"backend": "cuda", "num_splits": args.splits}
             ours = guarded(f"VQ {label} c={channels}", bench_vq, batch, tokens, channels, rope, options, args.budget)
             speedup = base["us"] / ours["us"] if "us" in base and "us" in ours else None
             results["attention"].append(
