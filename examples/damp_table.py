@@ -44,7 +44,7 @@ from hf_lowbit_kernels import DampLayout, DampPlan
 
 
 LOW = {"int8": (8, False), "int4": (4, True), "int4sym": (4, False)}  # low_bits, zero_point
-SEEDED = ("random", "error", "damp")  # selectors that are run with every seed, which also draws the splits
+SEEDED = ("random", "error", "damp", "readout")  # selectors that are run with every seed, which also draws the splits
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Arm:
 
 def all_arms(kind: str, rows: int, seeds: int) -> list[Arm]:
     """In the order of the table. ``kind``: "gdn" or "kda"; ``rows``: K_hi of the main arms."""
-    selectors = ("random", "energy", "error", *(("retention",) if kind == "kda" else ()), "damp")
+    selectors = ("random", "energy", "error", *(("retention",) if kind == "kda" else ()), "damp", "readout")
     arms = [Arm("fp32"), Arm("int8", None)]
     for low in ("int8", "int4"):
         for scaling in ("none", "per_head"):
@@ -222,8 +222,8 @@ def _run_and_keep(bench: Bench, arm: Arm, tables: list[tuple] | None) -> dict:
 class Tables:
     """Index tables of the arms, all from one capture of the full-precision states."""
 
-    def __init__(self, bench: Bench):
-        self.bench, self.made = bench, {}
+    def __init__(self, bench: Bench, readout: bool):
+        self.bench, self.readout, self.made = bench, readout, {}
         self.captured = None
         self.seconds: dict[str, float] = {}
 
@@ -255,7 +255,7 @@ class Tables:
         texts = read_texts(args.data / "calibration.jsonl")
         length = base.prompt_tokens + base.decode_tokens
         sequences = calibration_sequences(texts, tokenizer, base.sequences, length, seed=0)
-        captured = capture.collect(self.bench.model, self.bench.spec, list(sequences), base)
+        captured = capture.collect(self.bench.model, self.bench.spec, list(sequences), base, readout=self.readout)
         self.seconds["capture"] = time.perf_counter() - started
         print(f"captured {base.sequences} sequences in {self.seconds['capture']:.1f} s", flush=True)
         return captured
@@ -315,7 +315,8 @@ def main(argv: list[str] | None = None) -> int:
     # The main arms first, further seeds last: a run that is stopped has compared the selectors once.
     todo = sorted((arm for arm in arms if arm.name not in results), key=lambda arm: arm.seed)
     print(f"{len(arms)} arms on {args.texts} texts x {args.steps} steps, {len(results)} of them done", flush=True)
-    tables, failed, started = Tables(bench), [], time.perf_counter()
+    tables = Tables(bench, readout=any(arm.selector == "readout" for arm in todo))
+    failed, started = [], time.perf_counter()
 
     def keep(arm: Arm, run) -> None:
         try:
@@ -375,7 +376,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens processed at once (default 64)")
     parser.add_argument("--steps", type=int, default=1500, metavar="N", help="single-token steps (default 1500)")
     parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="seeds of random, error and damp (default 3)"
+        "--seeds", type=int, default=3, metavar="N", help="seeds of random, error, damp and readout (default 3)"
     )
     parser.add_argument("--rows", type=int, metavar="N", help="protected rows (default an eighth)")
     parser.add_argument("--sequences", type=int, default=48, metavar="N", help="calibration sequences (default 48)")

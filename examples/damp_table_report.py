@@ -74,6 +74,8 @@ def wanted_ratios(kind: str, rows: int) -> Iterator[tuple[str, str, float | str 
             for other in ("random", "energy", "retention"):
                 yield damp + sr, f"{low}+{rows} {other}{sr}", 1.0
             yield damp + sr, f"{low}+{rows} error{sr}", "spread"
+            for other in ("damp", "energy", "error"):
+                yield f"{low}+{rows} readout{sr}", f"{low}+{rows} {other}{sr}", None
         yield f"{low} sr", low, None
         yield f"{damp} sr", damp, None
         yield f"{damp} sr-global", f"{damp} sr", None

@@ -134,10 +134,11 @@ class DAMPConfig:
         rounding: of the low rows at every write: "nearest", "stochastic" (seeded) or "error_feedback" (keeps an FP16
             residual, which costs more than an FP16 state: for comparison).
         selector: which rows are protected: "damp" (E[e W]), "error" (E[e]), "retention" (E[W], KDA only),
-            "energy" (E||S_u||^2) or "random".
+            "energy" (E||S_u||^2), "random", or "readout" (E[e W^out], not in the paper: weights errors by what later
+            queries read of them, in the choice of scalings, too).
         scaling: column scaling and reordering (SR): "per_head" chooses a candidate for every head by J(c), "global" one
             for the model, "none" keeps columns as they are.
-        horizon: H, decays after an anchor that enter its retention weight W.
+        horizon: H, updates after an anchor that enter its retention weight W (or W^out).
         sequences: calibration sequences, cut into fitting, selection and validation thirds. A multiple of 3.
         prompt_tokens: tokens of each sequence before the first recorded update.
         decode_tokens: updates that are recorded or passed over after the prompt.
@@ -175,7 +176,7 @@ class DAMPConfig:
             ("low_bits", (8, 4)),
             ("zero_point", (True, False)),
             ("rounding", ("nearest", "stochastic", "error_feedback")),
-            ("selector", ("damp", "error", "retention", "energy", "random")),
+            ("selector", ("damp", "error", "retention", "energy", "random", "readout")),
             ("scaling", ("per_head", "global", "none")),
             ("continuation", ("generate", "text")),
         ):

@@ -80,7 +80,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-zero-point", dest="zero_point", action="store_const", const=False, help="symmetric 4-bit codes"
     )
     group.add_argument("--rounding", metavar="R", help="nearest (default), stochastic or error_feedback")
-    group.add_argument("--selector", metavar="S", help="damp (default), error, retention, energy or random")
+    group.add_argument("--selector", metavar="S", help="damp (default), error, retention, energy, random or readout")
     group.add_argument("--scaling", metavar="S", help="of columns: per_head (default), global or none")
     group.add_argument("--horizon", type=int, metavar="N", help="decays after an anchor that count (default 256)")
     group.add_argument("--prompt-tokens", type=int, metavar="N", help="of a sequence (default 1024)")

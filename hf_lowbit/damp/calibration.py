@@ -19,7 +19,7 @@ from . import scaling
 from .attach import damp_layout
 from .capture import Trajectories, collect
 from .report import DampReport, describe
-from .selectors import check_selector
+from .selectors import NO_READOUT, check_selector, weights_of
 from .spec import DeltaSpec
 from .splits import split
 from .tables import LayerChoice, LayerTables, choose, layer_tables
@@ -50,10 +50,12 @@ def plan(
         progress: show a progress bar.
 
     Raises:
-        ValueError: a selector that cannot work here, too few sequences, more rows than there are.
+        ValueError: a selector that cannot work here ("readout" needs a capture with W^out), too few sequences, more rows than there are.
     """
     for layer in trajectories.layers:
         check_selector(config.selector, layer.kind)
+        if weights_of(config.selector) not in layer.weights:
+            raise ValueError(NO_READOUT)
         config.high_rows(layer.states.shape[2])
     choices = choose(tables(trajectories, config, progress=progress), config)
     plans = [choice.plan().to(layer.device) for choice, layer in zip(choices, trajectories.layers)]
@@ -98,7 +100,8 @@ def fit(
         check_selector(config.selector, layer.kind)
         damp_layout(layer, config)  # says no to impossible sizes
     split(["all"] * len(sequences) if domains is None else [str(domain) for domain in domains], config.seed)
-    captured = collect(model, spec, sequences, config, domains=domains, progress=progress)
+    readout = weights_of(config.selector) == "readout"
+    captured = collect(model, spec, sequences, config, domains=domains, readout=readout, progress=progress)
     began = time.perf_counter()
     plans, choices = plan(captured, config, progress=progress)
     chosen = time.perf_counter()

@@ -22,6 +22,7 @@ from hf_lowbit_kernels import DampLayout
 from ..compat import cache_kwargs
 from ..config import DAMPConfig
 from .attach import layout_of
+from .readout import extend_readout, with_responses
 from .risk import extend_retention
 from .spec import FUNCTIONS, DeltaSpec
 
@@ -46,6 +47,7 @@ class LayerTrajectory:
         retention: W over the horizon after each anchor, fp32 ``[A, HV]`` (GDN) or ``[A, HV, dk]`` (KDA).
         log_decay: mean of g over the updates of all windows, fp32 ``[N, HV]`` or ``[N, HV, dk]``; its exponential is
             the effective decay (paper, section 4.2).
+        readout: W^out over the same horizon, fp32 ``[A, HV, dk]`` (:mod:`readout`); None where it was not asked for.
     """
 
     index: int
@@ -54,18 +56,26 @@ class LayerTrajectory:
     states: torch.Tensor
     retention: torch.Tensor
     log_decay: torch.Tensor
+    readout: torch.Tensor | None = None
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What errors can be weighted with, by name: "retention", and "readout" where it was captured."""
+        both = {"retention": self.retention, "readout": self.readout}
+        return {name: values for name, values in both.items() if values is not None}
 
     def layout(self, config: DAMPConfig, high_rows: int) -> DampLayout:
         """The configured format with ``high_rows`` protected rows."""
         return replace(layout_of(*self.states.shape[2:], config), high_rows=high_rows)
 
-    def chunks(self, anchors: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """``(slice of anchors, states, retention)`` on the layer's device, a few anchors at a time."""
+    def chunks(self, anchors: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, dict[str, torch.Tensor]]]:
+        """``(slice of anchors, states, weights)`` on the layer's device, a few anchors at a time."""
         size = max(1, CHUNK // self.states[0].numel())
         for start in range(0, len(anchors), size):
             part = slice(start, start + size)
             at = anchors[part]
-            yield part, self.states[at].to(self.device), self.retention[at].to(self.device)
+            weights = {name: values[at].to(self.device) for name, values in self.weights.items()}
+            yield part, self.states[at].to(self.device), weights
 
 
 @dataclass
@@ -135,6 +145,7 @@ def collect(
     *,
     domains: Sequence[str] | None = None,
     batch_size: int = 12,
+    readout: bool = False,
     progress: bool = True,
 ) -> Trajectories:
     """Run the model over the sequences and keep states, W and mean decays.
@@ -146,6 +157,8 @@ def collect(
         config: counts, horizon, continuation and seed.
         domains: label of each sequence; default: all alike.
         batch_size: sequences run at once.
+        readout: also keep W^out, which the "readout" selector needs. Takes ``4 * dk^2`` bytes more for each sequence of
+            a batch, layer, value head and anchor whose horizon has begun and not ended, and about a tenth more time.
         progress: show progress bars.
 
     Raises:
@@ -170,7 +183,7 @@ def collect(
                 batches = _continue(model, batches, updates, config.seed, shown)
             seconds["generating"] = time.perf_counter() - began
         began = time.perf_counter()
-        store = _Store(spec, config, len(tokens))
+        store = _Store(spec, config, len(tokens), readout)
         length = config.prompt_tokens + updates
         with _Recorder(spec) as recorder, bar(len(tokens) * length, "reference states") as shown:
             start = 0
@@ -235,13 +248,15 @@ def _continue(model, batches, count: int, seed: int, bar) -> list[torch.Tensor]:
 class _Recorder:
     """While entered, keeps what each layer's recurrence got and gave in the last forward pass.
 
-    The recurrences are globals of a modeling file, called by all its layers; a hook tells which layer is running.
+    While ``readout`` is set, that includes how outputs and state depend on the state before. The recurrences are globals
+    of a modeling file, called by all its layers; a hook tells which layer is running.
     """
 
     def __init__(self, spec: DeltaSpec):
         self.spec = spec
         self.current: int | None = None
-        self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.readout = False
+        self.seen: dict[int, tuple] = {}
 
     def __enter__(self):
         self._handles = [
@@ -270,14 +285,20 @@ class _Recorder:
         def wrapper(*args, **kwargs):
             if cpu_chunk is not None and args[0].device.type == "cpu":
                 kwargs["chunk_size"] = cpu_chunk
-            out, state = original(*args, **kwargs)
-            self.seen[self.current] = state, kwargs["g"] if "g" in kwargs else args[3]
+            if self.readout:
+                out, state, *response = with_responses(original, *args, **kwargs)
+            else:
+                (out, state), response = original(*args, **kwargs), None
+            self.seen[self.current] = state, kwargs["g"] if "g" in kwargs else args[3], response
             return out, state
 
         return wrapper
 
-    def take(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """``(layer, state [B, HV, dk, dv], g [B, T, HV(, dk)])`` of the pass that ended."""
+    def take(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, list[torch.Tensor] | None]]:
+        """``(layer, state [B, HV, dk, dv], g [B, T, HV(, dk)], responses and transition)`` of the pass that ended.
+
+        The last are None unless ``readout`` is set.
+        """
         seen, self.seen = self.seen, {}
         for position, layer in enumerate(self.spec.layers):
             if position not in seen:
@@ -286,13 +307,13 @@ class _Recorder:
                     f"{layer.modeling.__name__}, so its states cannot be recorded. Load the model without "
                     "use_kernels=True and without a replaced forward."
                 )
-            yield position, *seen[position]
+            yield position, *seen.pop(position)
 
 
 class _Store:
     """Anchors of all layers, filled batch by batch."""
 
-    def __init__(self, spec: DeltaSpec, config: DAMPConfig, count: int):
+    def __init__(self, spec: DeltaSpec, config: DAMPConfig, count: int, readout: bool):
         self.spec, self.count = spec, count
         self.per_sequence = len(config.windows) * len(config.anchors)
         self.states = [
@@ -301,6 +322,11 @@ class _Store:
         rows = [(layer.value_heads, layer.dk)[: 2 if layer.kind == "kda" else 1] for layer in spec.layers]
         self.retention = [torch.empty(count, self.per_sequence, *shape) for shape in rows]
         self.log_decay = [torch.empty(count, *shape) for shape in rows]
+        self.readout = None
+        if readout:
+            self.readout = [
+                torch.empty(count, self.per_sequence, layer.value_heads, layer.dk) for layer in spec.layers
+            ]
 
     def layers(self) -> list[LayerTrajectory]:
         return [
@@ -311,6 +337,7 @@ class _Store:
                 self.states[i].flatten(0, 1),
                 self.retention[i].flatten(0, 1),
                 self.log_decay[i],
+                None if self.readout is None else self.readout[i].flatten(0, 1),
             )
             for i, layer in enumerate(self.spec.layers)
         ]
@@ -335,27 +362,37 @@ def _replay(model, ids, config: DAMPConfig, recorder: _Recorder, store: _Store, 
     anchors = [begin + anchor for begin in begins for anchor in config.anchors]
     updates = len(begins) * config.window_tokens
     running: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # (layer, anchor) -> log_kept, weight
+    reading: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}  # -> effect, weight
     decay: dict[int, torch.Tensor] = {}
     cache = _stock_cache(model)
     for start, end in segments(config):
+        counts = any(anchor <= start and end <= anchor + config.horizon for anchor in anchors)
+        recorder.readout = counts and store.readout is not None
         _run(model, ids[:, start:end], cache)
         covering = sum(begin <= start and end <= begin + config.window_tokens for begin in begins)
-        for layer, state, g in recorder.take():
+        for layer, state, g, response in recorder.take():
             if covering:
                 decay[layer] = decay.get(layer, 0) + covering * g.float().sum(1)
             for j, anchor in enumerate(anchors):
                 if anchor <= start and end <= anchor + config.horizon:
                     running[layer, j] = extend_retention(*running[layer, j], g)
+                    if response is not None:
+                        reading[layer, j] = extend_readout(*reading[layer, j], *response)
                     if end == anchor + config.horizon:
                         store.retention[layer][rows, j] = running.pop((layer, j))[1].cpu()
+                        if response is not None:
+                            store.readout[layer][rows, j] = reading.pop((layer, j))[1].cpu()
                 if end == anchor:
                     store.states[layer][rows, j] = state.float().cpu()
                     zeros = torch.zeros_like(g[:, 0], dtype=torch.float32)
                     running[layer, j] = zeros, torch.ones_like(zeros)
+                    if store.readout is not None:
+                        reading[layer, j] = None, torch.zeros(state.shape[:3], device=state.device)
         bar.update(len(ids) * (end - start))
     for layer, total in decay.items():
         store.log_decay[layer][rows] = (total / updates).cpu()
-        for name, values in (("state", store.states[layer][rows]), ("decay", store.retention[layer][rows])):
+        kept = {"state": store.states, "decay": store.retention, "readout weight": store.readout}
+        for name, values in ((name, values[layer][rows]) for name, values in kept.items() if values is not None):
             finite = values.flatten(1).isfinite().all(1)
             if not bool(finite.all()):
                 sequence = rows.start + int((~finite).nonzero()[0])

@@ -15,7 +15,7 @@ from hf_lowbit_kernels import DampPlan
 from ..config import DAMPConfig
 from .capture import LayerTrajectory, Trajectories
 from .risk import mean, risk, row_errors, stratified_shares
-from .selectors import top_rows
+from .selectors import top_rows, weights_of
 from .splits import deal
 from .tables import LayerChoice, total_objective
 
@@ -28,6 +28,8 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 @dataclass
 class DampReport:
     """What a calibration did; everything in it was measured. J is in squared state units, times W.
+
+    With the selector "readout", J, C and shares of risk are made with W^out for W.
 
     Attributes:
         config: the DAMPConfig as a dict.
@@ -47,10 +49,14 @@ class DampReport:
         validation: the frozen plan on the validation split: ``"objective"`` J, ``"uniform"`` J of the low format alone
             (no scaling, no protected rows), and the share of the low format's error and risk that lies in the
             protected rows (``"error_share"``, ``"risk_share"``, means over heads).
+        readout: where W^out was captured: mean number of rows that E[e W^out] and E[e W] have in common among the
+            ``"rows"`` highest of a head (``"overlap"``, on the fitting split and with each head's own scaling), and
+            quantiles over all rows of E[W^out] relative to the mean of its head (``"spread"``).
         layers: ``{"layer", "kind", "heads": [...]}``; a head has ``rows`` (protected), ``risk``, ``error`` and
             ``energy`` of all rows (C, E[e], E||S_u||^2 on the fitting split), ``retention`` (quantiles of W),
             ``max_abs`` (max |S|), ``candidate``, ``objective`` (J of each candidate, in the order of
-            ``objective["candidates"]``), ``validation`` (J), ``error_share`` [before, after].
+            ``objective["candidates"]``), ``validation`` (J), ``error_share`` [before, after]; and where W^out
+            was captured ``readout`` (E[e W^out] of all rows) and ``readout_weight`` (quantiles of W^out).
     """
 
     config: dict[str, Any]
@@ -63,6 +69,7 @@ class DampReport:
     decay: dict[str, dict[str, float]] = field(default_factory=dict)
     stability: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
+    readout: dict[str, Any] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,6 +84,13 @@ class DampReport:
             f"{kind} " + " / ".join(f"{value:.4g}" for value in quantiles.values())
             for kind, quantiles in self.decay.items()
         )
+        read = []
+        if self.readout:
+            spread = " / ".join(f"{value:.3g}" for value in self.readout["spread"].values())
+            read.append(
+                f"readout: {self.readout['overlap']:.1f} of {self.readout['rows']:g} rows are those of damp; W^out of a "
+                f"row over its head's mean, 10/50/90 %: {spread}"
+            )
         return "\n".join(
             [
                 f"DAMP, INT{config['low_bits']} with {stable['rows']:g} FP16 rows a head chosen by "
@@ -89,6 +103,7 @@ class DampReport:
                 f"{stable['chance']:.1f}), Spearman {stable['spearman']:.3f}",
                 f"worst 12.5 % of rows hold {self.error_share['before']:.0%} of the error, "
                 f"{self.error_share['after']:.0%} after scaling; decay exp(E[g]) 10/50/90 %: {decays}",
+                *read,
                 "seconds: " + ", ".join(f"{stage} {value:.1f}" for stage, value in self.seconds.items()),
             ]
         )
@@ -134,6 +149,12 @@ def describe(
         "error_share": merged["error_share"].nanmean().item(),
         "risk_share": merged["risk_share"].nanmean().item(),
     }
+    if "readout" in merged:
+        report.readout = {
+            "rows": report.stability["rows"],
+            "overlap": merged["readout_overlap"].mean().item(),
+            "spread": _quantiles(merged["readout"]),
+        }
     shares = stratified_shares(captured.domains)
     for kind in sorted({layer.kind for layer in captured.layers}):
         decays = [mean(layer.log_decay, shares).exp().flatten() for layer in captured.layers if layer.kind == kind]
@@ -175,7 +196,7 @@ def _describe_layer(
 
     def risk_of(errors: torch.Tensor, sequences: list[int]) -> torch.Tensor:
         at, shares = over(sequences)
-        return risk(errors[at], layer.retention[at], shares)
+        return risk(errors[at], layer.weights[weights_of(config.selector)][at], shares)
 
     rows = choice.rows[choice.candidate, torch.arange(heads)]
     is_protected = torch.zeros(heads, dk, dtype=torch.bool).scatter_(1, rows, True)
@@ -218,6 +239,15 @@ def _describe_layer(
             for h, c in enumerate(choice.candidate.tolist())
         ],
     }
+    if layer.readout is not None:
+        chosen = list(enumerate(choice.candidate.tolist()))
+        read, risky = (torch.stack([getattr(fitted[c], x)[h] for h, c in chosen]) for x in ("readout", "risk"))
+        weight = mean(layer.readout, shares)
+        figures["readout"] = weight / weight.mean(1, keepdim=True)
+        figures["readout_overlap"] = overlap(top_rows(read, k), top_rows(risky, k)).double()
+        for h, head in enumerate(entry["heads"]):
+            head["readout"] = read[h].tolist()
+            head["readout_weight"] = _quantiles(layer.readout[:, h].flatten())
     return entry, figures
 
 

@@ -20,12 +20,14 @@ class RowStats:
         error: ``[HV, dk]``, E[e_u] of the low-precision format, in squared state units.
         retention: E[W_u]: ``[HV, dk]`` (KDA), or ``[HV]`` where all rows of a head share their decay (GDN).
         risk: ``[HV, dk]``, C_u = E[e_u W_u].
+        readout: ``[HV, dk]``, E[e_u W^out_u], in squared output units; None where W^out was not captured.
     """
 
     energy: torch.Tensor
     error: torch.Tensor
     retention: torch.Tensor
     risk: torch.Tensor
+    readout: torch.Tensor | None = None
 
 
 def retention(g: torch.Tensor) -> torch.Tensor:
@@ -80,7 +82,7 @@ def risk(errors: torch.Tensor, weights: torch.Tensor, share: torch.Tensor) -> to
 
     Args:
         errors: ``[A, HV, dk]``, e at each anchor.
-        weights: ``[A, HV, dk]``, or ``[A, HV]`` for a decay common to the rows of a head.
+        weights: W or W^out, ``[A, HV, dk]``, or ``[A, HV]`` for a decay common to the rows of a head.
         share: ``[A]``, weight of each anchor in the mean (:func:`stratified_shares`).
 
     Returns:

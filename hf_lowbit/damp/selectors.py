@@ -1,4 +1,5 @@
-"""Which key rows of a head stay in FP16: DAMP's rule and what the paper compares it with (sections 5.1 and 6.4)."""
+"""Which key rows of a head stay in FP16: DAMP's rule, what the paper compares it with (sections 5.1 and 6.4), and an
+extension, "readout", that weights errors by what later queries read of them instead of by decay alone."""
 
 from __future__ import annotations
 
@@ -15,6 +16,12 @@ def _retention(stats: RowStats, generator: torch.Generator | None) -> torch.Tens
     return stats.retention
 
 
+def _readout(stats: RowStats, generator: torch.Generator | None) -> torch.Tensor:
+    if stats.readout is None:
+        raise ValueError(NO_READOUT)
+    return stats.readout
+
+
 def _random(stats: RowStats, generator: torch.Generator | None) -> torch.Tensor:
     if generator is None:
         raise ValueError('selector "random" needs a torch.Generator.')
@@ -26,6 +33,11 @@ NO_RETENTION = (
     'Use "damp" (or "error", "energy", "random").'
 )
 
+NO_READOUT = (
+    'selector "readout" needs W^out, which this capture does not have: make it with '
+    "capture.collect(..., readout=True)."
+)
+
 # name -> score [HV, dk] of each row; the highest are protected.
 SELECTORS: dict[str, Callable[[RowStats, torch.Generator | None], torch.Tensor]] = {
     "damp": lambda stats, generator: stats.risk,
@@ -33,7 +45,13 @@ SELECTORS: dict[str, Callable[[RowStats, torch.Generator | None], torch.Tensor]]
     "retention": _retention,
     "energy": lambda stats, generator: stats.energy,
     "random": _random,
+    "readout": _readout,
 }
+
+
+def weights_of(selector: str) -> str:
+    """What a selector's errors are weighted with in C and J: "readout" (W^out) for its namesake, else "retention" (W)."""
+    return "readout" if selector == "readout" else "retention"
 
 
 def check_selector(name: str, kind: str) -> None:
@@ -65,7 +83,8 @@ def select(name: str, stats: RowStats, k: int, generator: torch.Generator | None
         int64 ``[HV, k]``, ascending in each head.
 
     Raises:
-        ValueError: no such selector; "retention" on a Gated DeltaNet; "random" without a generator; ``k`` out of range.
+        ValueError: no such selector; "retention" on a Gated DeltaNet; "random" without a generator; "readout" without
+            W^out; ``k`` out of range.
     """
     check_selector(name, "kda")
     return top_rows(SELECTORS[name](stats, generator), k)

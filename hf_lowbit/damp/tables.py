@@ -12,7 +12,7 @@ from ..config import DAMPConfig
 from . import scaling
 from .capture import LayerTrajectory, Trajectories
 from .risk import RowStats, mean, risk, row_errors, stratified_shares
-from .selectors import select
+from .selectors import select, weights_of
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,21 @@ class LayerTables:
         candidates: the scalings, ``[C]``.
         orders, scales: their column tables, int64 and fp32 ``[C, HV, dv]``.
         stats: of the fitting split, all rows low, one for each candidate.
-        low, high: E[e W] on the selection split with all rows low, and with all rows in FP16, ``[C, HV, dk]``.
+        low, high: E[e W] on the selection split with all rows low, and with all rows in FP16, ``[C, HV, dk]``; for each
+            weight of the capture, "retention" and perhaps "readout".
     """
 
     candidates: tuple[scaling.Candidate, ...]
     orders: torch.Tensor
     scales: torch.Tensor
     stats: list[RowStats]
-    low: torch.Tensor
-    high: torch.Tensor
+    low: dict[str, torch.Tensor]
+    high: dict[str, torch.Tensor]
+
+    @property
+    def dk(self) -> int:
+        """Key rows of a head."""
+        return self.low["retention"].shape[-1]
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class LayerChoice:
     Attributes:
         tables: what it was chosen from.
         rows: protected rows under each candidate, int64 ``[C, HV, K]``.
-        objective: J(c) of each head under each candidate, ``[C, HV]`` (paper, eq. 16).
+        objective: J(c) of each head under each candidate, ``[C, HV]`` (paper, eq. 16), with the selector's weights.
         candidate: index of each head's candidate, int64 ``[HV]``.
     """
 
@@ -59,7 +65,7 @@ class LayerChoice:
         at = self.candidate, head
         return DampPlan.from_rows(
             self.rows[at],
-            self.tables.low.shape[-1],
+            self.tables.dk,
             self.tables.scales.shape[-1],
             perm_v=self.tables.orders[at],
             column_scale=self.tables.scales[at],
@@ -92,24 +98,32 @@ def layer_tables(
     no_rows = torch.empty(heads, 0, dtype=torch.long, device=layer.device)
     plans = [DampPlan.from_rows(no_rows, dk, dv, perm_v=order, column_scale=scale) for order, scale in made]
     zeros = torch.zeros(len(plans), heads, dk, dtype=torch.float64, device=layer.device)
-    error, fitted, select_low, select_high = (zeros.clone() for _ in range(4))
+    error = zeros.clone()
+    fitted, select_low, select_high = ({name: zeros.clone() for name in layer.weights} for _ in range(3))
     for part, states, weights in layer.chunks(anchors["fitting"]):
         for c, plan in enumerate(plans):
             e = row_errors(states, plan, low)
             error[c] += mean(e, shares["fitting"][part])
-            fitted[c] += risk(e, weights, shares["fitting"][part])
+            for name, weight in weights.items():
+                fitted[name][c] += risk(e, weight, shares["fitting"][part])
     for part, states, weights in layer.chunks(anchors["selection"]):
         for c, plan in enumerate(plans):
-            select_low[c] += risk(row_errors(states, plan, low), weights, shares["selection"][part])
-            select_high[c] += risk(row_errors(states, plan, high), weights, shares["selection"][part])
-    energy, error, fitted = energy.cpu(), error.cpu(), fitted.cpu()
+            e_low, e_high = row_errors(states, plan, low), row_errors(states, plan, high)
+            for name, weight in weights.items():
+                select_low[name][c] += risk(e_low, weight, shares["selection"][part])
+                select_high[name][c] += risk(e_high, weight, shares["selection"][part])
+    energy, error = energy.cpu(), error.cpu()
+    fitted, select_low, select_high = (
+        {name: values.cpu() for name, values in by_weight.items()} for by_weight in (fitted, select_low, select_high)
+    )
+    read = fitted.get("readout", [None] * len(plans))
     return LayerTables(
         candidates,
         torch.stack([order for order, _ in made]).cpu(),
         torch.stack([scale for _, scale in made]).cpu(),
-        [RowStats(energy, error[c], kept, fitted[c]) for c in range(len(plans))],
-        select_low.cpu(),
-        select_high.cpu(),
+        [RowStats(energy, error[c], kept, fitted["retention"][c], read[c]) for c in range(len(plans))],
+        select_low,
+        select_high,
     )
 
 
@@ -120,15 +134,16 @@ def choose(measured: list[LayerTables], config: DAMPConfig) -> list[LayerChoice]
     """
     choices = []
     for position, layer in enumerate(measured):
-        k = config.high_rows(layer.low.shape[-1])
+        k = config.high_rows(layer.dk)
         rows = []
         for stats in layer.stats:
             # Seeded anew: random rows must be the same under every candidate, or J would pick the luckiest draw.
             generator = torch.Generator().manual_seed((config.seed << 16) + position)
             rows.append(select(config.selector, stats, k, generator))
         rows = torch.stack(rows)
-        protected = torch.zeros_like(layer.low, dtype=torch.bool).scatter_(-1, rows, True)
-        objective = torch.where(protected, layer.high, layer.low).sum(-1)
+        low, high = (by_weight[weights_of(config.selector)] for by_weight in (layer.low, layer.high))
+        protected = torch.zeros_like(low, dtype=torch.bool).scatter_(-1, rows, True)
+        objective = torch.where(protected, high, low).sum(-1)
         choices.append(LayerChoice(layer, rows, objective, objective.argmin(0)))
     if config.scaling == "global":
         best = int(total_objective(choices).argmin())

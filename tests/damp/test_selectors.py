@@ -1,16 +1,18 @@
 """Selectors: one interface, ties to the lower index, and a clear no where a rule cannot rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hf_lowbit.damp.risk import RowStats
-from hf_lowbit.damp.selectors import SELECTORS, check_selector, select, top_rows
+from hf_lowbit.damp.selectors import SELECTORS, check_selector, select, top_rows, weights_of
 
 
 def stats(heads=3, dk=16, per_row=True):
     generator = torch.Generator().manual_seed(0)
-    energy, error, kept, risk = torch.rand(4, heads, dk, generator=generator, dtype=torch.float64)
-    return RowStats(energy, error, kept if per_row else kept[:, 0], risk)
+    energy, error, kept, risk, read = torch.rand(5, heads, dk, generator=generator, dtype=torch.float64)
+    return RowStats(energy, error, kept if per_row else kept[:, 0], risk, read)
 
 
 @pytest.mark.parametrize("name", SELECTORS)
@@ -20,6 +22,7 @@ def test_the_highest_scores_are_chosen(name):
     assert rows.shape == (3, 4) and rows.dtype == torch.int64
     assert (rows.diff(dim=1) > 0).all()
     scores = {"damp": given.risk, "error": given.error, "retention": given.retention, "energy": given.energy}
+    scores["readout"] = given.readout
     if name in scores:
         for head, chosen in enumerate(rows.tolist()):
             others = [u for u in range(16) if u not in chosen]
@@ -55,7 +58,15 @@ def test_refusals():
     with pytest.raises(ValueError, match="Gated DeltaNet"):
         check_selector("retention", "gdn")
     check_selector("retention", "kda")
+    with pytest.raises(ValueError, match="needs W.out, which this capture does not have"):
+        select("readout", replace(stats(), readout=None), 4)
     with pytest.raises(ValueError, match="choose one of"):
         select("decay", stats(), 4)
     with pytest.raises(ValueError, match="17 rows cannot be chosen from 16|k=17"):
         select("damp", stats(), 17)
+
+
+def test_only_readout_weights_errors_in_its_own_way():
+    assert {name: weights_of(name) for name in SELECTORS} == dict.fromkeys(SELECTORS, "retention") | {
+        "readout": "readout"
+    }

@@ -89,9 +89,10 @@ def test_a_run_and_its_continuation(folders, capsys):
         )
         return status, capsys.readouterr().out
 
-    status, printed = run("^fp|^int8$|^int8.4 (damp|random|retention)|stochastic|feedback")
+    status, printed = run("^fp|^int8$|^int8.4 (damp|random|retention|readout)|stochastic|feedback")
     assert status == 0
     assert (out / "table.md").read_text().strip() in printed and "| int8+4 damp / int8+4 retention |" in printed
+    assert "| int8+4 readout sr / int8+4 damp sr |" in printed
     content = json.loads((out / "table.json").read_text())
     arms = {arm["name"]: arm for arm in content["arms"]}
     assert {"int8+4 damp sr stochastic #0", "int8+4 damp sr error-feedback #0", "int8+4 random #1"} <= arms.keys()
