@@ -48,6 +48,10 @@ def test_demo_data_is_in_the_wheel(wheel_names, name):
     assert f"hf_lowbit/demo/model/{name}" in wheel_names
 
 
+def test_cuda_source_is_in_the_wheel(wheel_names):
+    assert "hf_lowbit_kernels/vq_attention.cu" in wheel_names
+
+
 def test_optimum_command_is_in_the_wheel(wheel_names):
     assert "optimum/commands/register/register_lowbit.py" in wheel_names
 

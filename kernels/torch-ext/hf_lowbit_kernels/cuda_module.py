@@ -58,9 +58,10 @@ def cuda_problem() -> str | None:
 class CudaKernel:
     """A kernel on one device; calls launch it on that device's current stream."""
 
-    def __init__(self, function: ctypes.c_void_p, shared_bytes: int):
+    def __init__(self, function: ctypes.c_void_p, shared_bytes: int, device: int):
         self._function = function
         self._shared_bytes = shared_bytes
+        self._device = device
 
     def __call__(self, grid: tuple[int, int, int], threads: int, *args: ctypes._SimpleCData) -> None:
         """Launch.
@@ -74,13 +75,14 @@ class CudaKernel:
             CudaError: the launch was refused.
         """
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check_driver(
-            _libraries()[1].cuLaunchKernel(
-                self._function, *(ctypes.c_uint(n) for n in grid), ctypes.c_uint(threads), ctypes.c_uint(1),
-                ctypes.c_uint(1), ctypes.c_uint(self._shared_bytes), stream, pointers, None,
-            )
-        )  # fmt: skip
+        with torch.cuda.device(self._device):  # the driver launches in the current device's context
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            _check_driver(
+                _libraries()[1].cuLaunchKernel(
+                    self._function, *(ctypes.c_uint(n) for n in grid), ctypes.c_uint(threads), ctypes.c_uint(1),
+                    ctypes.c_uint(1), ctypes.c_uint(self._shared_bytes), stream, pointers, None,
+                )
+            )  # fmt: skip
 
 
 @functools.cache
@@ -127,7 +129,7 @@ def load_kernel(
         _check_driver(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         max_dynamic_shared_size = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check_driver(driver.cuFuncSetAttribute(function, max_dynamic_shared_size, shared_bytes))
-    return CudaKernel(function, shared_bytes)
+    return CudaKernel(function, shared_bytes, device)
 
 
 def _check_nvrtc(code: int) -> None:

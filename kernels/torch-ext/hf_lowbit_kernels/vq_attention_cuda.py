@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from .cuda_module import cuda_problem, load_kernel
+from .cuda_module import CudaError, CudaKernel, cuda_problem, load_kernel
 from .rope_tables import RopeTables
 
 
@@ -32,7 +32,19 @@ def cuda_kernel_problem(
     # Compared by name before CUDA is asked anything: this also answers on machines without it.
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "it is for Hopper GPUs (compute capability 9.x)"
-    return cuda_problem()
+    problem = cuda_problem()
+    if problem is not None:
+        return problem
+    try:
+        _kernel(channels, dtype, torch.cuda.current_device() if device.index is None else device.index)
+    except (CudaError, OSError) as error:  # compiled here, so that what fails shows before a cache is built on it
+        return str(error)
+    return None
+
+
+def _kernel(channels: int, dtype: torch.dtype, device: int) -> CudaKernel:
+    macros = (("CHANNELS", channels), ("HALF_INPUT", int(dtype == torch.float16)), ("TEAMS", TEAMS[channels]))
+    return load_kernel(SOURCE, "vq_decode_attention", macros, device, shared_bytes(channels))
 
 
 def entry_major(table: torch.Tensor) -> torch.Tensor:
@@ -77,15 +89,8 @@ def vq_decode_attention_cuda(
     # All blocks must be resident, as they wait for each other's slices. 128: results do not change with a few more SMs.
     resident = torch.cuda.get_device_properties(query.device).multi_processor_count // heads
     splits = max(1, min(num_splits or 128 // heads, resident))
-    shared = shared_bytes(channels)
     device = query.device
-    kernel = load_kernel(
-        SOURCE,
-        "vq_decode_attention",
-        (("CHANNELS", channels), ("HALF_INPUT", int(query.dtype == torch.float16)), ("TEAMS", teams)),
-        device.index,
-        shared,
-    )
+    kernel = _kernel(channels, query.dtype, device.index)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     scratch = torch.empty(batch * heads * splits * teams * PARTIAL, dtype=torch.float32, device=device)
     counters = _counters(device, torch.cuda.current_stream(device).cuda_stream, batch * heads)
