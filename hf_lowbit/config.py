@@ -181,7 +181,7 @@ class DAMPConfig:
             ("continuation", ("generate", "text")),
         ):
             value = getattr(self, name)
-            if value not in allowed:
+            if value not in allowed or type(value) is not type(allowed[0]):
                 raise ValueError(f"{name}={value!r} is not supported; choose one of {list(allowed)}.")
         _check_integers(
             self,

@@ -73,8 +73,13 @@ class LowBitGenerationMixin:
             cache_config: options of the quantized cache (``recent_window`` or ``rounding``, ``prefill_chunk_size``,
                 ``strict``).
         """
+        has_cache = kwargs.get(CACHE_ARG) is not None or kwargs.get("past_key_values") is not None
+        if has_cache and cache_config:
+            raise ValueError(
+                "generate() got both a cache object and cache_config; give the options to the cache itself."
+            )
         if cache_implementation in CACHE_NAMES:
-            if kwargs.get(CACHE_ARG) is not None or kwargs.get("past_key_values") is not None:
+            if has_cache:
                 raise ValueError(
                     f"generate() got both a cache object and cache_implementation={cache_implementation!r}; pass one."
                 )

@@ -93,7 +93,14 @@ def _check_whole(model, files: list[str]) -> None:
                         present[key] = tuple(tensors.get_slice(name).get_shape())
         except Exception as error:  # safetensors raises its own error types, not all public
             raise ValueError(f"{file} cannot be read ({error}); the artifact is truncated or damaged.") from error
-    for name, shape in artifact.expected_tensors(model).items():
+    expected = artifact.expected_tensors(model)
+    unknown = sorted(map(str, set(present) - {_tensor_key(name) for name in expected}))
+    if unknown:
+        raise ValueError(
+            f"the artifact does not fit its config.json: the checkpoint holds tables that these settings do not have "
+            f"({', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}). Restore config.json or calibrate again."
+        )
+    for name, shape in expected.items():
         found = present.get(_tensor_key(name))
         if found != shape:
             problem = "is missing" if found is None else f"has shape {list(found)} instead of {list(shape)}"

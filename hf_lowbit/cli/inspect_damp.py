@@ -27,7 +27,7 @@ def read(layers: LayerTensors, config: dict[str, Any], name: str) -> dict[str, A
     from hf_lowbit_kernels import DampPlan
 
     from ..config import DAMPConfig
-    from ..damp.attach import layout_of
+    from ..damp.attach import check_rows, layout_of, stored_bytes
 
     settings = DAMPConfig.from_dict(config)
     found = []
@@ -42,6 +42,7 @@ def read(layers: LayerTensors, config: dict[str, Any], name: str) -> dict[str, A
             tables = {buffer: tensor.load() for buffer, tensor in tensors.items()}
             plan = DampPlan(tables["perm_k"], tables["perm_v"], tables["column_scale"].view(torch.float32))
             layout = layout_of(plan.perm_k.shape[1], plan.perm_v.shape[1], settings)
+            check_rows(plan, layout.high_rows)
         except ValueError as error:
             raise ValueError(f"{name} is damaged: the DAMP tables of layer {index} are wrong ({error})") from None
         found.append(
@@ -51,8 +52,8 @@ def read(layers: LayerTensors, config: dict[str, Any], name: str) -> dict[str, A
                 "dk": layout.dk,
                 "dv": layout.dv,
                 "rows": layout.high_rows,
-                "state_bits_per_value": layout.bits_per_value,
-                "state_bytes": plan.heads * layout.state_bytes,
+                "state_bits_per_value": 8 * stored_bytes(layout, settings.rounding) / (layout.dk * layout.dv),
+                "state_bytes": plan.heads * stored_bytes(layout, settings.rounding),
                 "table_bytes": sum(tensor.nbytes for tensor in tensors.values()),
                 "protected": plan.perm_k[:, : layout.high_rows].sort(1).values.tolist(),
             }

@@ -19,7 +19,8 @@ USER_ERROR = 2  # as argparse: the input is wrong, not the program
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hf-lowbit", description="Caches in very few bits for transformers: LoopVQ KV caches, DAMP recurrent states."
+        prog="hf-lowbit",
+        description="Caches in very few bits for transformers: LoopVQ KV caches, DAMP recurrent states.",
     )
     parser.add_argument("--version", action="store_true", help="print the versions in use and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")

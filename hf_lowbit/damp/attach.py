@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -67,6 +68,23 @@ def layout_of(dk: int, dv: int, config: DAMPConfig) -> DampLayout:
     return DampLayout(
         dk, dv, config.high_rows(dk), config.low_bits, zero_point=config.low_bits == 4 and config.zero_point
     )
+
+
+def check_rows(plan: DampPlan, rows: int) -> None:
+    """Check that a plan was made for so many protected rows: both parts of ``perm_k`` ascend.
+
+    Raises:
+        ValueError: they do not, so that other rows than the risky ones would be protected.
+    """
+    for part in (plan.perm_k[:, :rows], plan.perm_k[:, rows:]):
+        if bool((part.int().diff(dim=1) <= 0).any()):
+            raise ValueError(f"perm_k was not made for rows={rows} protected key rows a head")
+
+
+def stored_bytes(layout: DampLayout, rounding: str) -> int:
+    """Bytes of one (row, value head), the residual of error feedback included."""
+    residual = 2 * math.prod(layout.residual_shape(1, 1)) if rounding == "error_feedback" else 0
+    return layout.state_bytes + residual
 
 
 def detach_damp(model) -> None:

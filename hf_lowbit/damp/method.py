@@ -10,7 +10,16 @@ from hf_lowbit_kernels import DampPlan
 from ..config import DAMPConfig
 from ..data import domain_sequences
 from ..protocols import Calibration, CardText
-from .attach import NAME, DampTables, attach_damp, damp_config, damp_layout, damp_tables
+from .attach import (
+    NAME,
+    DampTables,
+    attach_damp,
+    check_rows,
+    damp_config,
+    damp_layout,
+    damp_tables,
+    stored_bytes,
+)
 from .cache import DAMPStateCache
 from .calibration import fit
 from .report import DampReport
@@ -57,9 +66,10 @@ class Damp:
         attach_damp(model, config, tables)
 
     def validate(self, model) -> None:
+        config = damp_config(model)
         for layer, tables in zip(DeltaSpec.of(model).layers, damp_tables(model), strict=True):
             try:
-                tables.plan()
+                check_rows(tables.plan(), config.high_rows(layer.dk))
             except ValueError as error:
                 raise ValueError(
                     f"the DAMP tables of layer {layer.index} are wrong ({error}); the artifact is damaged."
@@ -80,8 +90,8 @@ class Damp:
                     "dk": layer.dk,
                     "dv": layer.dv,
                     "rows": layout.high_rows,
-                    "state_bytes": layer.value_heads * layout.state_bytes,
-                    "state_bits_per_value": layout.bits_per_value,
+                    "state_bytes": layer.value_heads * stored_bytes(layout, config.rounding),
+                    "state_bits_per_value": 8 * stored_bytes(layout, config.rounding) / (layer.dk * layer.dv),
                     "table_bytes": sum(buffer.nbytes for buffer in tables.buffers()),
                     "device": str(tables.perm_k.device),
                 }

@@ -1,6 +1,7 @@
 """Calibrating at load and after it, saving, loading, refusing: the life of a DAMP artifact."""
 
 import copy
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -461,3 +462,37 @@ def test_card_snippet_runs(later, tokenizer, tmp_path):
     exec(compile(body.split("```python\n")[1].split("```")[0], "README.md", "exec"), {})
     with pytest.raises(ValueError, match="a calibrated model"):
         model_card(build_model())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_settings_that_do_not_fit_the_tables_are_refused(model, tmp_path, rows):
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert config["quantization_config"]["damp"]["rows"] == 2
+    config["quantization_config"]["damp"]["rows"] = rows
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"not made for rows={rows}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_options_beside_a_cache_object_are_refused(model):
+    with pytest.raises(ValueError, match="give the options to the cache itself"):
+        run(model, cache_config={"rounding": "stochastic"}, **{CACHE_ARG: DAMPStateCache(model)})
+
+
+def test_described_bits_count_the_residual(model):
+    plain = artifact.describe(model)["layers"][0]["state_bits_per_value"]
+    config = dataclasses.replace(hf_lowbit.config.lowbit_config(model).damp, rounding="error_feedback")
+    mark_quantized(model, LowBitConfig(damp=config, fingerprint=artifact.stored_fingerprint(model)))
+    assert artifact.describe(model)["layers"][0]["state_bits_per_value"] > plain + 8
+    with torch.no_grad():
+        cache = DAMPStateCache(model)
+        model(tokens(9), **{CACHE_ARG: cache})
+    measured = cache.memory_report().state_bits_per_value
+    assert artifact.describe(model)["layers"][0]["state_bits_per_value"] == measured
+
+
+def test_counts_of_another_type_are_refused():
+    with pytest.raises(ValueError, match="low_bits=8.0"):
+        DAMPConfig(low_bits=8.0)

@@ -236,6 +236,10 @@ def test_settings_that_do_not_match_the_tables_are_refused(calibrated, tmp_path)
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="has shape"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    config["quantization_config"]["loopvq"] |= {"bits": 1.0, "encoder_metric": "none"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="holds tables that these settings do not have"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     config["quantization_config"]["format_version"] = 99
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="format version 99"):
