@@ -240,6 +240,12 @@ class LoopVQCache(Cache):
         clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return clone
 
+    def __getstate__(self):
+        raise TypeError(
+            "a LoopVQCache cannot be pickled: it shares codebooks and modules with its model. copy.deepcopy works within a "
+            "process; elsewhere, fill a new cache from the text."
+        )
+
     # -- the KVAttention protocol ------------------------------------------------------------------------------------
 
     def run(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, forward_chunk) -> dict:

@@ -1,6 +1,7 @@
 """LoopVQCache against an independent decoding loop, and every operation transformers may ask of a cache."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -313,3 +314,8 @@ def test_rotated_keys_are_refused(make_coded_model):
     cache = LoopVQCache(make_coded_model())
     with pytest.raises(TypeError, match="before RoPE"):
         cache.update(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64), 0)
+
+
+def test_pickling_is_refused_with_a_reason(make_coded_model):
+    with pytest.raises(TypeError, match="cannot be pickled: it shares codebooks"):
+        pickle.dumps(LoopVQCache(make_coded_model(bits=0.5)))
