@@ -117,7 +117,7 @@ class LoopVQCache(Cache):
         model: a calibrated model (or anything carrying its codebooks).
         recent_window: W, recent tokens kept in model dtype; None takes the artifact's. A multiple of 8.
         prefill_chunk_size: longest piece of a prompt that is processed at once; None takes the artifact's.
-        strict: raise instead of falling back when decode attention cannot run on the Triton kernel.
+        strict: raise instead of falling back when decode attention cannot run on a kernel.
         backend: "auto", or "cuda" / "triton" / "reference" to force a path (for tests).
         cuda_graphs: None: run decode steps as CUDA graphs where possible, which changes nothing but their speed. False:
             never. True: raise where it is not possible.
@@ -130,7 +130,7 @@ class LoopVQCache(Cache):
 
     Raises:
         ValueError: the model carries no codebooks, or an option is out of range.
-        FallbackError: ``strict`` and no Triton path, or ``cuda_graphs=True`` and no way to use them.
+        FallbackError: ``strict`` and no kernel, or ``cuda_graphs=True`` and no way to use them.
 
     Example:
         >>> cache = LoopVQCache(model)                                          # doctest: +SKIP

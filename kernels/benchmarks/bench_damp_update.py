@@ -19,10 +19,10 @@ import multiprocessing
 import statistics
 import sys
 import time
-import traceback
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
+from bench_vq_attention import guarded
 
 from hf_lowbit_kernels import DampLayout, DampPlan, damp_backend, damp_pack, damp_unpack, damp_update_reference
 
@@ -240,18 +240,6 @@ def bench_fla(kind: str, batch: int, copy: bool, budget_s: float, step) -> dict:
     us = median_us(calls, budget_s)
     moved = (4 if copy else 2) * batch * HEADS * KEY_DIM * VALUE_DIM * 4
     return {"us": us, "bytes": moved, "tb_s": moved / us / 1e6, "bits": 32.0}
-
-
-def guarded(label: str, function, *args) -> dict:
-    """One failing arm must not end the run."""
-    try:
-        return function(*args)
-    except Exception as error:
-        traceback.print_exc(limit=3)
-        print(f"{label} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    finally:
-        torch.cuda.empty_cache()
 
 
 def compile_one(job: tuple) -> None:

@@ -1,6 +1,6 @@
 """Decode attention and encoding for vector-quantized KV caches that share one code across loop steps.
 
-Plain PyTorch references on every device; Triton kernels on CUDA when triton is installed.
+Plain PyTorch references on every device; on CUDA Triton kernels where triton is installed, and CUDA C++ on Hopper GPUs.
 """
 
 from .damp_layout import DampLayout, DampPlan, ErrorFeedback, StochasticRounding

@@ -6,7 +6,7 @@ import torch
 
 from .damp_layout import DampLayout, DampPlan, ErrorFeedback, Rounding
 from .damp_reference import damp_update_reference, decode_records, encode_records, from_stored, to_stored
-from .ops import MODEL_DTYPES, Backend, _choose, _require
+from .ops import MODEL_DTYPES, Backend, _choose, _require, _triton_problem
 
 
 try:
@@ -25,14 +25,9 @@ def damp_backend(device: torch.device | str, dtype: torch.dtype) -> tuple[Litera
         dtype: the value's dtype.
     """
     device = torch.device(device)
-    if damp_update_triton is None:
-        return "reference", "triton is not installed"
-    if device.type != "cuda":
-        return "reference", f"there is no kernel for {device.type} tensors"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return "reference", "the kernels need compute capability 8.0 or newer"
-    if dtype not in MODEL_DTYPES:
-        return "reference", f"there is no kernel for {dtype}"
+    problem = _triton_problem(damp_update_triton, device, dtype)
+    if problem is not None:
+        return "reference", problem
     return "triton", f"Triton kernel on {device.type}"
 
 

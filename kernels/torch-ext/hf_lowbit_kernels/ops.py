@@ -53,14 +53,9 @@ def attention_backend(
         sinks: leading tokens in full precision.
     """
     device = torch.device(device)
-    if vq_decode_attention_triton is None:
-        return "reference", "triton is not installed"
-    if device.type != "cuda":
-        return "reference", f"there is no kernel for {device.type} tensors"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return "reference", "the kernels need compute capability 8.0 or newer"
-    if dtype not in MODEL_DTYPES:
-        return "reference", f"there is no kernel for {dtype}"
+    problem = _triton_problem(vq_decode_attention_triton, device, dtype)
+    if problem is not None:
+        return "reference", problem
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return "reference", f"there is no kernel for head_dim {head_dim} (even, at most {MAX_HEAD_DIM})"
     if channels is not None and cuda_kernel_problem(device, head_dim, group, channels, dtype, sinks) is None:
@@ -172,6 +167,19 @@ def vq_encode(
     _check_encode(vectors, tables, half_norms)
     run = vq_encode_triton if name == "triton" else vq_encode_reference
     return run(vectors, tables, half_norms)
+
+
+def _triton_problem(kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no Triton kernel runs on such tensors, or None. ``kernel`` is None where triton is missing."""
+    if kernel is None:
+        return "triton is not installed"
+    if device.type != "cuda":
+        return f"there is no kernel for {device.type} tensors"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the kernels need compute capability 8.0 or newer"
+    if dtype not in MODEL_DTYPES:
+        return f"there is no kernel for {dtype}"
+    return None
 
 
 def _attention_backend_of(query, k_window, k_table, sinks) -> tuple[str, str]:
