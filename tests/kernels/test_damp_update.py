@@ -90,7 +90,7 @@ def test_step_is_the_fp64_recurrence(case, backend, device):
     assert torch.equal(records[unused], before[unused])
 
 
-def assert_kernel_matches_the_reference(case, name, device, **launch):
+def assert_kernel_matches_the_reference(case, name, device, backend="triton", **launch):
     """The order of sums differs, so a value next to a rounding border may take the neighbouring code."""
     records, arguments, plan = make_inputs(case, device)
     other, rounding = records.clone(), make_rounding(name, case, device)
@@ -103,7 +103,7 @@ def assert_kernel_matches_the_reference(case, name, device, **launch):
             records, *arguments, plan, case.layout, **options, rounding=rounding, **launch
         )  # fmt: skip
     else:
-        out = damp_update(records, *arguments, plan, case.layout, **options, rounding=rounding, backend="triton")
+        out = damp_update(records, *arguments, plan, case.layout, **options, rounding=rounding, backend=backend)
     expected = damp_update(other, *arguments, plan, case.layout, **options, rounding=second, backend="reference")
     torch.testing.assert_close(out, expected, rtol=2 * ROUNDING[case.dtype], atol=2e-5)
     used = [slot for slot in case.slots if slot >= 0]

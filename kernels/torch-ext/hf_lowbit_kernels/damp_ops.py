@@ -1,4 +1,4 @@
-"""Public DAMP operations: argument checks, then the Triton kernel or the reference."""
+"""Public DAMP operations: argument checks, then the CUDA or Triton kernel or the reference."""
 
 from typing import Literal
 
@@ -6,6 +6,7 @@ import torch
 
 from .damp_layout import DampLayout, DampPlan, ErrorFeedback, Rounding
 from .damp_reference import damp_update_reference, decode_records, encode_records, from_stored, to_stored
+from .damp_update_cuda import damp_cuda_problem, damp_update_cuda
 from .ops import MODEL_DTYPES, Backend, _choose, _require, _triton_problem
 
 
@@ -17,17 +18,23 @@ except ModuleNotFoundError as error:
     damp_update_triton = None
 
 
-def damp_backend(device: torch.device | str, dtype: torch.dtype) -> tuple[Literal["triton", "reference"], str]:
-    """Which implementation ``backend="auto"`` runs, and why. Every `DampLayout` has a kernel.
+def damp_backend(
+    device: torch.device | str, dtype: torch.dtype, layout: DampLayout | None = None, *, nearest: bool = True
+) -> tuple[Literal["cuda", "triton", "reference"], str]:
+    """Which implementation ``backend="auto"`` runs, and why. Every `DampLayout` and rounding has a Triton kernel.
 
     Args:
         device: where the tensors are.
         dtype: the value's dtype.
+        layout: of the states. None: never the CUDA kernel.
+        nearest: whether low rows are rounded to nearest, which the CUDA kernel is for.
     """
     device = torch.device(device)
     problem = _triton_problem(damp_update_triton, device, dtype)
     if problem is not None:
         return "reference", problem
+    if layout is not None and nearest and damp_cuda_problem(device, layout) is None:
+        return "cuda", "CUDA kernel for Hopper GPUs"
     return "triton", f"Triton kernel on {device.type}"
 
 
@@ -124,7 +131,7 @@ def damp_update(
         scale: factor on the query; default ``dk ** -0.5``.
         normalize: l2-normalise query and key first, ``x * rsqrt(sum(x^2) + 1e-6)``.
         rounding: default: nearest, ties to even. The residual of `ErrorFeedback` has one row per slot.
-        backend: "auto" runs the kernel where `damp_backend` says so, else the reference.
+        backend: "auto" runs the kernel that `damp_backend` names, else the reference.
 
     Returns:
         ``[B, HV, dv]`` in the value's dtype. NaN and infinities in a state or an input stay in their (row, head):
@@ -133,9 +140,10 @@ def damp_update(
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit, or ``backend="triton"`` is impossible here.
     """
-    name = _choose(backend, *damp_backend(value.device, value.dtype), value.device)
+    found = damp_backend(value.device, value.dtype, layout, nearest=rounding is None)
+    name = _choose(backend, *found, value.device)
     _check_update(records, state_indices, query, key, value, g, beta, plan, layout, rounding)
-    run = damp_update_triton if name == "triton" else damp_update_reference
+    run = {"cuda": damp_update_cuda, "triton": damp_update_triton, "reference": damp_update_reference}[name]
     return run(
         records, state_indices, query, key, value, g, beta, plan, layout,
         scale=layout.dk**-0.5 if scale is None else float(scale), normalize=normalize, rounding=rounding,
