@@ -10,8 +10,9 @@ next to logits of the full-precision cache. Everything is computed in fp32 with 
 remains is the cost of the stored states. `fp32 stepwise` stores them unrounded and shows the floor, as the full-precision
 side runs in pieces of 256 tokens.
 
-OUT gets arms/NAME.json as each arm ends, table.json and table.md. Run it again with the same settings to go on where it
-stopped. Steps are bound by kernel launches: take all texts in one batch (the default) and several --jobs per GPU.
+OUT gets arms/NAME.json as arms end, table.json and table.md. Run it again with the same settings to go on where it
+stopped. Steps are bound by kernel launches: all texts are one batch, --together arms share it, and a GPU takes a few
+--jobs. Selectors are run with --seeds calibrations, each from other sequences of the capture.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import re
 import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
 import torch
 import transformers
-from damp_table_report import make_ratios, markdown
+from damp_table_arms import Arm, all_arms, side_by_side
+from damp_table_report import claims, make_ratios, markdown
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_lowbit.config import DAMPConfig
@@ -40,75 +42,10 @@ from hf_lowbit.damp.spec import DeltaSpec
 from hf_lowbit.data import calibration_sequences, read_texts
 from hf_lowbit.evaluation.report import write_json
 from hf_lowbit.evaluation.teacher_forced import ForcedMetrics, drift, forced_logits
-from hf_lowbit_kernels import DampLayout, DampPlan
+from hf_lowbit_kernels import DampPlan
 
 
-LOW = {"int8": (8, False), "int4": (4, True), "int4sym": (4, False)}  # low_bits, zero_point
-SEEDED = ("random", "error", "damp", "readout")  # selectors that are run with every seed, which also draws the splits
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to store the states. ``rows`` None: all rows, an FP16 state. ``low`` "fp32": nothing is rounded."""
-
-    low: str
-    rows: int | None = 0
-    selector: str = ""
-    scaling: str = "none"
-    rounding: str = "nearest"
-    seed: int = 0
-
-    @property
-    def group(self) -> str:
-        """Name without the seed."""
-        if self.low == "fp32":
-            return "fp32 stepwise"
-        if self.rows is None:
-            return "fp16"
-        words = [f"{self.low}+{self.rows} {self.selector}" if self.rows else self.low]
-        words += {"none": [], "per_head": ["sr"], "global": ["sr-global"]}[self.scaling]
-        return " ".join(words + [self.rounding.replace("_", "-")] * (self.rounding != "nearest"))
-
-    @property
-    def name(self) -> str:
-        return self.group + f" #{self.seed}" * (self.selector in SEEDED)
-
-    @property
-    def calibrated(self) -> bool:
-        return bool(self.rows) or self.scaling != "none"
-
-    def config(self, base: DAMPConfig) -> DAMPConfig:
-        """The calibration's settings that give this arm's tables."""
-        bits, zero_point = LOW[self.low]
-        changes = {"low_bits": bits, "zero_point": zero_point, "rows": self.rows, "scaling": self.scaling}
-        return DAMPConfig(**{**asdict(base), **changes, "selector": self.selector or "error", "seed": self.seed})
-
-    def layout(self, dk: int, dv: int) -> DampLayout:
-        if self.low == "fp32":
-            return DampLayout(dk, dv, high_rows=0, low_bits=32)
-        if self.rows is None:
-            return DampLayout(dk, dv, high_rows=dk)
-        bits, zero_point = LOW[self.low]
-        return DampLayout(dk, dv, high_rows=self.rows, low_bits=bits, zero_point=zero_point)
-
-
-def all_arms(kind: str, rows: int, seeds: int) -> list[Arm]:
-    """In the order of the table. ``kind``: "gdn" or "kda"; ``rows``: K_hi of the main arms."""
-    selectors = ("random", "energy", "error", *(("retention",) if kind == "kda" else ()), "damp", "readout")
-    arms = [Arm("fp32"), Arm("int8", None)]
-    for low in ("int8", "int4"):
-        for scaling in ("none", "per_head"):
-            arms.append(Arm(low, scaling=scaling))
-            for selector in selectors:
-                count = seeds if selector in SEEDED else 1
-                arms += [Arm(low, rows, selector, scaling, seed=seed) for seed in range(count)]
-        arms.append(Arm(low, rows, "damp", "global"))
-        arms += [Arm(low, other, "damp", "per_head") for other in (rows // 2, 2 * rows)]
-        for rounding in ("stochastic", "error_feedback"):
-            arms += [Arm(low, rounding=rounding), Arm(low, rows, "damp", "per_head", rounding)]
-    arms += [Arm("int4sym", scaling=scaling) for scaling in ("none", "per_head")]
-    arms += [Arm("int4sym", rows, "damp", scaling) for scaling in ("none", "per_head")]
-    return arms
+PIECE = 32  # steps whose logits are compared at once
 
 
 # -- one process ---------------------------------------------------------------------------------------------------------
@@ -153,21 +90,40 @@ class Bench:
         )
 
     @torch.no_grad()
-    def run(self, arm: Arm, plans: list[DampPlan] | None) -> dict:
-        """Decode the texts with the arm's cache and compare."""
+    def run(self, arms: list[tuple[Arm, list[DampPlan] | None]]) -> list[dict]:
+        """Decode the texts with the arms' caches side by side and compare.
+
+        Returns:
+            One result per arm; ``{"error": ...}`` where an arm's logits are not finite.
+        """
         if self.reference is None:
             self.prepare()
         started = time.perf_counter()
-        cache = self._cache(arm, plans)
-        schedule = cache.forced_schedule(self.args.prompt)
-        metrics = ForcedMetrics(self.rows, schedule.first_counted, self.model.device, torch.float64)
-        for first, logits in forced_logits(self.model, metrics.ids, cache, schedule):
-            at = first - schedule.prefill
-            metrics.add(first, self.reference[:, at : at + logits.shape[1]], logits)
-        metrics.check_finite(0, metrics.ids.shape[1])  # waits for the device
-        seconds = time.perf_counter() - started
+        caches = [self._cache(arm, plans) for arm, plans in arms]
+        schedule = caches[0].forced_schedule(self.args.prompt)
+        metrics = [ForcedMetrics(self.rows, schedule.first_counted, self.model.device, torch.float64) for _ in caches]
+        ids = metrics[0].ids.repeat(len(caches), 1)
+        held: list[torch.Tensor] = []
+        for first, logits in forced_logits(self.model, ids, side_by_side(caches), schedule):
+            held.append(logits)
+            if len(held) == PIECE or first + 1 == ids.shape[1]:
+                begin = first + 1 - len(held)
+                full = self.reference[:, begin - schedule.prefill : first + 1 - schedule.prefill]
+                for one, mine in zip(metrics, torch.cat(held, dim=1).chunk(len(caches)), strict=True):
+                    one.add(begin, full, mine)
+                held.clear()
+        float(metrics[0].kl.sum())  # waits for the device
+        seconds = (time.perf_counter() - started) / len(caches)
+        return [self._result(*parts, seconds) for parts in zip(arms, caches, metrics, strict=True)]
+
+    def _result(self, run: tuple, cache: DAMPStateCache, metrics: ForcedMetrics, seconds: float) -> dict:
+        (arm, plans), first = run, self.args.prompt
+        try:
+            metrics.check_finite(0, metrics.ids.shape[1])
+        except ValueError as error:
+            return {"error": str(error)}
         report = cache.memory_report()
-        kl = metrics.kl[:, schedule.first_counted :]
+        kl = metrics.kl[:, first:]
         by_text = kl.mean(1).tolist()
         return {
             **asdict(arm),
@@ -185,8 +141,7 @@ class Bench:
             "full_state_bytes": report.full_state_bytes,
             "protected_rows": None if plans is None or not arm.rows else _protected(plans, arm.rows),
             "backend": cache.backend,
-            "seconds": seconds,
-            "ms_per_step": 1000 * seconds / self.args.steps,
+            "seconds": seconds,  # of the batch, divided by its arms
         }
 
 
@@ -204,16 +159,20 @@ def _start_worker(args: argparse.Namespace) -> None:
     _bench = Bench(args)
 
 
-def _run_in_worker(arm: Arm, tables: list[tuple] | None) -> dict:
-    return _run_and_keep(_bench, arm, tables)
+def _run_in_worker(batch: list[tuple[Arm, list[tuple] | None]]) -> list[dict]:
+    return _run_and_keep(_bench, batch)
 
 
-def _run_and_keep(bench: Bench, arm: Arm, tables: list[tuple] | None) -> dict:
+def _run_and_keep(bench: Bench, batch: list[tuple[Arm, list[tuple] | None]]) -> list[dict]:
     # Tables travel as numpy arrays: torch would pass tensors between processes through file descriptors.
-    plans = tables and [DampPlan(*map(torch.from_numpy, table)) for table in tables]
-    result = bench.run(arm, plans) | {"settings": settings(bench.args)}
-    write_json(arm_file(bench.args, arm), result)
-    return result
+    results = bench.run(
+        [(arm, tables and [DampPlan(*map(torch.from_numpy, table)) for table in tables]) for arm, tables in batch]
+    )
+    for (arm, _), result in zip(batch, results, strict=True):
+        if "error" not in result:
+            result["settings"] = settings(bench.args)
+            write_json(arm_file(bench.args, arm), result)
+    return results
 
 
 # -- calibration ---------------------------------------------------------------------------------------------------------
@@ -312,35 +271,40 @@ def main(argv: list[str] | None = None) -> int:
     (args.out / "arms").mkdir(parents=True, exist_ok=True)
 
     results = {arm.name: result for arm in arms if (result := finished(args, arm))}
-    # The main arms first, further seeds last: a run that is stopped has compared the selectors once.
-    todo = sorted((arm for arm in arms if arm.name not in results), key=lambda arm: arm.seed)
+    todo = [arm for arm in arms if arm.name not in results]
     print(f"{len(arms)} arms on {args.texts} texts x {args.steps} steps, {len(results)} of them done", flush=True)
     tables = Tables(bench, readout=any(arm.selector == "readout" for arm in todo))
     failed, started = [], time.perf_counter()
 
-    def keep(arm: Arm, run) -> None:
+    def fail(batch: list[Arm], error: object) -> None:  # the other arms are worth having
+        failed.extend(arm.name for arm in batch)
+        print(f"{', '.join(arm.name for arm in batch)}: {error}", file=sys.stderr, flush=True)
+
+    def keep(batch: list[Arm], run) -> None:
         try:
-            results[arm.name] = result = run()
-        except Exception as error:  # the other arms are worth having
-            failed.append(arm.name)
-            print(f"{arm.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            return
+            found = run()
+        except Exception as error:
+            return fail(batch, f"{type(error).__name__}: {error}")
+        for arm, result in zip(batch, found, strict=True):
+            if "error" in result:
+                fail([arm], result["error"])
+                continue
+            results[arm.name] = result
+            print(f"{arm.name}: KL {result['kl_mean']:.3e} in {result['seconds']:.1f} s", flush=True)
         write_tables(args, arms, results, tables.seconds, first.kind, rows)
-        print(f"{arm.name}: KL {result['kl_mean']:.3e} in {result['seconds']:.1f} s", flush=True)
 
     if args.jobs == 1:
-        for arm in todo:
-            keep(arm, lambda arm=arm: _run_and_keep(bench, arm, tables.of(arm)))
+        for batch in batches(todo, args.together):
+            keep(batch, lambda batch=batch: _run_and_keep(bench, [(arm, tables.of(arm)) for arm in batch]))
     else:
         spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         with ProcessPoolExecutor(args.jobs, spawn, initializer=_start_worker, initargs=(args,)) as pool:
-            running: dict[Future, Arm] = {}
-            for arm in todo:  # workers start on the first arms while the tables of the next are made
+            running: dict[Future, list[Arm]] = {}
+            for batch in batches(todo, args.together):  # workers run while the tables of the next arms are made
                 try:
-                    running[pool.submit(_run_in_worker, arm, tables.of(arm))] = arm
+                    running[pool.submit(_run_in_worker, [(arm, tables.of(arm)) for arm in batch])] = batch
                 except Exception as error:
-                    failed.append(arm.name)
-                    print(f"{arm.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                    fail(batch, f"{type(error).__name__}: {error}")
                 for future in [future for future in running if future.done()]:
                     keep(running.pop(future), future.result)
             for future in as_completed(running):
@@ -351,12 +315,19 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def batches(arms: list[Arm], size: int) -> list[list[Arm]]:
+    """Arms that run side by side: at most ``size``, stage by stage, so that a run that is stopped has the main ones."""
+    stages = [[arm for arm in arms if arm.stage == stage] for stage in sorted({arm.stage for arm in arms})]
+    return [stage[i : i + size] for stage in stages for i in range(0, len(stage), size)]
+
+
 def write_tables(args, arms: list[Arm], results: dict, seconds: dict, kind: str, rows: int) -> str:
     """Write table.json and table.md; returns the latter."""
     ordered = [results[arm.name] for arm in arms if arm.name in results]
     ratios = make_ratios(ordered, kind, rows)
     text = markdown(ordered, ratios)
     content = {"settings": settings(args), "command": sys.argv, "ratios": ratios, "calibration_seconds": seconds}
+    content["claims"] = claims(ordered, ratios)
     write_json(args.out / "table.json", content | {"arms": ordered})
     (args.out / "table.md").write_text(text + "\n")
     return text
@@ -370,14 +341,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto", help="of the cache: auto, triton, reference or model")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes side by side")
+    parser.add_argument("--together", type=int, default=12, metavar="N", help="arms of one batch (default 12)")
     parser.add_argument("--arms", default="", metavar="REGEX", help="only arms whose name matches somewhere")
     parser.add_argument("--list", action="store_true", help="print the names of the arms and stop")
     parser.add_argument("--texts", type=int, default=16, metavar="N", help="texts, all in one batch (default 16)")
     parser.add_argument("--prompt", type=int, default=64, metavar="N", help="tokens processed at once (default 64)")
     parser.add_argument("--steps", type=int, default=1500, metavar="N", help="single-token steps (default 1500)")
-    parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="seeds of random, error, damp and readout (default 3)"
-    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="calibrations of each selector (default 3)")
     parser.add_argument("--rows", type=int, metavar="N", help="protected rows (default an eighth)")
     parser.add_argument("--sequences", type=int, default=48, metavar="N", help="calibration sequences (default 48)")
     parser.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="of a calibration sequence")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,10 @@ PAGE = 8  # tokens per page of codes; also the unit in which the window gives to
 ENTRIES = 256  # one uint8 index per code
 
 METHODS = ("loopvq", "damp")  # fields of LowBitConfig
+
+# Settings without which an artifact's tables mean something else. The others may be edited in a config.json: they are
+# defaults of the caches, or say how the tables were made.
+_MEANING = {"loopvq": ("bits", "loop_group_size", "encoder_metric"), "damp": ("low_bits", "rows", "zero_point")}
 
 _GROUP_OF_BITS = {2.0: 4, 1.0: 8, 0.5: 16, 0.25: 32}
 
@@ -70,10 +76,13 @@ class LoopVQConfig:
     seed: int = 0
 
     def __post_init__(self):
-        if self.bits not in _GROUP_OF_BITS:
+        if not isinstance(self.bits, (int, float)) or self.bits not in _GROUP_OF_BITS:
             raise ValueError(f"bits={self.bits!r} is not supported; choose one of {sorted(_GROUP_OF_BITS)}.")
         object.__setattr__(self, "bits", float(self.bits))
-        object.__setattr__(self, "learning_rates", tuple(float(x) for x in self.learning_rates))
+        rates = self.learning_rates
+        if not isinstance(rates, (list, tuple)) or not all(isinstance(x, (int, float)) for x in rates):
+            raise ValueError(f"learning_rates={rates!r} must be a tuple of numbers.")
+        object.__setattr__(self, "learning_rates", tuple(float(x) for x in rates))
         if self.loop_group_size is not None:
             size = self.loop_group_size
             if not isinstance(size, int) or size < 1 or self.group_size % size:
@@ -141,12 +150,13 @@ class DAMPConfig:
         horizon: H, updates after an anchor that enter its retention weight W (or W^out).
         sequences: calibration sequences, cut into fitting, selection and validation thirds. A multiple of 3.
         prompt_tokens: tokens of each sequence before the first recorded update.
-        decode_tokens: updates that are recorded or passed over after the prompt.
+        decode_tokens: upper bound of the updates after the prompt: all windows must end within it. What lies behind the
+            last window is neither generated nor read.
         windows: first update of each window, counted from the end of the prompt.
         window_tokens: updates of a window.
         anchors: updates of a window after which the state is sampled; each needs ``horizon`` more updates.
-        continuation: "generate" lets the model write ``decode_tokens`` tokens after each prompt (end token suppressed),
-            as in the paper; "text" goes on with the calibration text itself.
+        continuation: "generate" lets the model go on after each prompt (end token suppressed), as in the paper; "text"
+            goes on with the calibration text itself, which must be long enough for all windows.
         seed: seeds the splits, random selection and stochastic rounding.
 
     Raises:
@@ -171,7 +181,10 @@ class DAMPConfig:
 
     def __post_init__(self):
         for name in ("windows", "anchors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            values = getattr(self, name)
+            if not isinstance(values, (list, tuple)):
+                raise ValueError(f"{name}={values!r} must be a tuple of integers.")
+            object.__setattr__(self, name, tuple(values))
         for name, allowed in (
             ("low_bits", (8, 4)),
             ("zero_point", (True, False)),
@@ -215,6 +228,16 @@ class DAMPConfig:
                 f"decode_tokens={self.decode_tokens}."
             )
 
+    @property
+    def updates(self) -> int:
+        """Updates after the prompt up to the end of the last window; later ones would not be looked at."""
+        return max(self.windows) + self.window_tokens
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens that each calibration text has to give."""
+        return self.prompt_tokens + (self.updates if self.continuation == "text" else 0)
+
     def high_rows(self, dk: int) -> int:
         """K_hi for states with ``dk`` key rows.
 
@@ -238,9 +261,14 @@ class DAMPConfig:
 
 def _check_integers(config, *bounds: tuple[str, int]) -> None:
     for name, low in bounds:
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ValueError(f"{name}={value!r} must be an integer of at least {low}.")
+        check_integer(name, getattr(config, name), low)
+
+
+def check_integer(name: str, value: Any, low: int, or_none: str = "") -> None:
+    """Raise ValueError unless ``value`` is an integer of at least ``low``; ``or_none`` says what None would mean."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        otherwise = f", or None for {or_none}" if or_none else ""
+        raise ValueError(f"{name}={value!r} must be an integer of at least {low}{otherwise}.")
 
 
 def _known(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +295,12 @@ class LowBitConfig(QuantizationConfigMixin):
         tokenizer: tokenizer for ``dataset``; never saved.
         fingerprint: hex digest of the weights that the artifact was fitted to; written by the calibration.
         format_version: of the artifact; written by the calibration.
+        digest: of the settings that give the tables their meaning; written by the calibration, so that an edited
+            ``config.json`` is noticed.
+
+    Raises:
+        ValueError: no method, an argument of a wrong type, an artifact of a newer version, or settings that are not the
+            ones the digest was made of.
 
     Example:
         >>> from hf_lowbit import LoopVQConfig, LowBitConfig
@@ -282,6 +316,7 @@ class LowBitConfig(QuantizationConfigMixin):
         tokenizer: Any = None,
         fingerprint: str | None = None,
         format_version: int = FORMAT_VERSION,
+        digest: str | None = None,
         **kwargs,
     ):
         kwargs.pop("quant_method", None)
@@ -289,6 +324,7 @@ class LowBitConfig(QuantizationConfigMixin):
             raise ValueError(
                 f"LowBitConfig does not know {sorted(kwargs)}; it takes loopvq, damp, dataset and tokenizer."
             )
+        check_integer("format_version", format_version, 1)
         if format_version > FORMAT_VERSION:
             raise ValueError(
                 f"this artifact has format version {format_version}, and this hf_lowbit reads up to {FORMAT_VERSION}; "
@@ -311,6 +347,13 @@ class LowBitConfig(QuantizationConfigMixin):
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
         self.format_version = format_version
+        if digest is not None and digest != _digest(self.methods):
+            found = ", ".join(f"{name}={value!r}" for name, value in _meaning(self.methods).items())
+            raise ValueError(
+                f"config.json names other settings than this artifact's tables were made with: one of {found} was edited, "
+                "and the tables would be read as what they are not. Restore config.json, or calibrate again with the "
+                "settings you want."
+            )
 
     @property
     def methods(self) -> dict[str, LoopVQConfig | DAMPConfig]:
@@ -325,6 +368,7 @@ class LowBitConfig(QuantizationConfigMixin):
             "format_version": self.format_version,
             **{name: config.to_dict() for name, config in self.methods.items()},
             "fingerprint": self.fingerprint,
+            **({"digest": _digest(self.methods)} if self.fingerprint else {}),
         }
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -341,6 +385,14 @@ class LowBitConfig(QuantizationConfigMixin):
             format_version=self.format_version,
         )
         return LowBitConfig(**{**values, **changes})
+
+
+def _meaning(methods: dict[str, LoopVQConfig | DAMPConfig]) -> dict[str, Any]:
+    return {name: getattr(config, name) for method, config in methods.items() for name in _MEANING[method]}
+
+
+def _digest(methods: dict[str, LoopVQConfig | DAMPConfig]) -> str:
+    return hashlib.sha256(json.dumps(_meaning(methods), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def lowbit_config(model) -> LowBitConfig:

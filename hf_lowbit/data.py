@@ -14,7 +14,7 @@ import gzip
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,15 @@ def calibration_texts(dataset: Texts) -> tuple[list[str], list[str] | None]:
     if isinstance(dataset, (str, os.PathLike)):
         records = list(_records(dataset))
         texts = read_texts(dataset)
+    elif not isinstance(dataset, Iterable) or isinstance(dataset, dict):
+        raise ValueError(
+            f"a calibration data set is a list of texts, or the path of a JSONL file of them, not {type(dataset).__name__}."
+        )
     else:
+        dataset = list(dataset)
+        for i, x in enumerate(dataset):
+            if not isinstance(x, (str, dict)):
+                raise ValueError(f'text {i} must be a string or a {{"text": ...}} dict, not {type(x).__name__}.')
         records = [(f"text {i}", record) for i, record in enumerate(dataset) if isinstance(record, dict)]
         texts = [_field(x, "text", str, f"text {i}") if isinstance(x, dict) else x for i, x in enumerate(dataset)]
     domains = [_field(record, "domain", str, where) for where, record in records if "domain" in record]

@@ -38,6 +38,12 @@ def make_cache(model, name: str = "lowbit", **options: Any):
         raise ValueError(f"unknown cache {name!r}; hf_lowbit knows {', '.join(CACHE_NAMES)}.")
     found = methods_on(model)
     wanted = found if name == "lowbit" else [method for method in found if method.name == name]
+    if found and not wanted:
+        raise ValueError(
+            f"cache_implementation={name!r} asks for {METHODS[name].tables}, but this {type(model).__name__} is calibrated "
+            f"for {' and '.join(repr(method.name) for method in found)} "
+            f'({" and ".join(method.tables for method in found)}): ask for that, or for "lowbit".'
+        )
     if not wanted:
         missing = METHODS.values() if name == "lowbit" else [METHODS[name]]
         raise ValueError(
@@ -73,6 +79,8 @@ class LowBitGenerationMixin:
             cache_config: options of the quantized cache (``recent_window`` or ``rounding``, ``prefill_chunk_size``,
                 ``strict``).
         """
+        if cache_config is not None and not isinstance(cache_config, dict):
+            raise ValueError(f'cache_config={cache_config!r} must be a dict of options, e.g. {{"strict": True}}.')
         has_cache = kwargs.get(CACHE_ARG) is not None or kwargs.get("past_key_values") is not None
         if has_cache and cache_config:
             raise ValueError(
@@ -115,6 +123,28 @@ class LowBitGenerationMixin:
         return super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
+
+    def _get_candidate_generator(
+        self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
+    ):
+        drafts = super()._get_candidate_generator(
+            generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
+        )
+        limit = getattr(model_kwargs.get(CACHE_ARG), "max_draft_tokens", None)
+        if limit is not None:
+            drafts.get_candidates = _shortened(drafts.get_candidates, limit)
+        return drafts
+
+
+def _shortened(get_candidates, limit: int):
+    """Drafts of at most ``limit`` tokens: rejected ones are cropped, and a cache of codes can drop no more than that."""
+
+    @functools.wraps(get_candidates)
+    def wrapper(input_ids, *args, **kwargs):
+        ids, logits = get_candidates(input_ids, *args, **kwargs)
+        return ids[:, : input_ids.shape[1] + limit], None if logits is None else logits[:, :limit]
+
+    return wrapper
 
 
 def enable(model) -> None:

@@ -151,6 +151,10 @@ def calibrate(
         >>> report = hf_lowbit.calibrate(model, tokenizer, LoopVQConfig(bits=0.5), dataset=texts)  # doctest: +SKIP
         >>> model.save_pretrained("ouro-loopvq")                                                   # doctest: +SKIP
     """
+    if not isinstance(config, (LowBitConfig, LoopVQConfig, DAMPConfig)):
+        raise ValueError(
+            f"calibrate takes a LoopVQConfig, DAMPConfig or LowBitConfig that says what to fit, not {type(config).__name__}."
+        )
     if isinstance(config, (LoopVQConfig, DAMPConfig)):
         config = LowBitConfig(**{"loopvq" if isinstance(config, LoopVQConfig) else "damp": config})
     method, settings = method_of(config)
@@ -163,6 +167,10 @@ def calibrate(
     check(model, method)
     if dataset is None:
         raise ValueError("calibration needs dataset=: a list of texts, or the path of a JSONL file of them.")
+    if not callable(tokenizer):
+        raise ValueError(
+            f"calibration needs the model's tokenizer, e.g. AutoTokenizer.from_pretrained(...), not {type(tokenizer).__name__}."
+        )
     texts, domains = calibration_texts(dataset)
     fingerprint = artifact.weights_fingerprint(model)
     settings, tables, report = method.fit(

@@ -173,8 +173,10 @@ def run(args: argparse.Namespace) -> None:
     config = method_config(args)
     output = args.output.resolve()  # "." and links have names of their own
     common.check_output_folder(output, args.overwrite)
-    resume_dir = output.with_name(output.name + ".resume")
-    kept = _has_files(resume_dir)
+    # Of other methods' interrupted runs nothing is read, and nothing removed.
+    resumable = "resume" in _OF_THE_RUN[args.method]
+    resume_dir = output.with_name(output.name + ".resume") if resumable else None
+    kept = resumable and _has_files(resume_dir)
     if kept and not (args.resume or args.overwrite):
         raise FileExistsError(
             f"{resume_dir} holds the state of an interrupted run: add --resume to continue it, or --overwrite to start "
@@ -186,7 +188,7 @@ def run(args: argparse.Namespace) -> None:
     model = common.load_model(args.model, args.device, args.dtype)
 
     if not args.resume:
-        shutil.rmtree(resume_dir, ignore_errors=True)
+        _remove(resume_dir)
         kept = False
     try:
         report = calibrate(
@@ -195,20 +197,26 @@ def run(args: argparse.Namespace) -> None:
             config,
             dataset=args.data,
             extra_dataset=args.extra_data,
-            resume_dir=str(resume_dir) if "resume" in _OF_THE_RUN[args.method] else None,
+            resume_dir=resume_dir,
             progress=not args.quiet,
         )
         save_artifact(model, tokenizer, report, output, args.overwrite, base_model=args.model)
     except BaseException as error:
         # Wrong input leaves nothing worth continuing, unless an earlier run did (say, with other settings).
-        if not kept and (isinstance(error, (ValueError, TypeError)) or not _has_files(resume_dir)):
-            shutil.rmtree(resume_dir, ignore_errors=True)
-        elif not kept:
-            print(f"{resume_dir} holds the state so far; --resume continues from it", file=sys.stderr)
+        if resumable and not kept:
+            if isinstance(error, (ValueError, TypeError)) or not _has_files(resume_dir):
+                _remove(resume_dir)
+            else:
+                print(f"{resume_dir} holds the state so far; --resume continues from it", file=sys.stderr)
         raise
-    shutil.rmtree(resume_dir, ignore_errors=True)
+    _remove(resume_dir)
     print(report.summary())
     print(f"saved to {args.output}")
+
+
+def _remove(folder: Path | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _has_files(folder: Path) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -92,17 +94,18 @@ def check_model_folder(name: str) -> None:
 def new_folder(output: Path, overwrite: bool) -> Iterator[Path]:
     """A temporary folder beside ``output`` that takes its name when the block ends without an error.
 
-    On an error the temporary folder is removed and whatever was at ``output`` stays as it was.
+    On an error the temporary folder is removed and whatever was at ``output`` stays as it was. Folder and files get the
+    permissions that the user's umask gives to new ones.
 
     Raises:
-        FileExistsError: ``output`` is a file, or a folder that is not empty and ``overwrite`` is False.
+        FileExistsError: as :func:`check_output_folder`.
     """
     check_output_folder(output, overwrite)
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}.", suffix=".tmp"))
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp makes it private to the user
+        _share(temporary)
         if output.exists():
             # A folder cannot be renamed onto one that is not empty: move the old one aside, and back if that fails.
             old = temporary.with_suffix(".old")
@@ -121,11 +124,33 @@ def new_folder(output: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def check_output_folder(output: Path, overwrite: bool) -> None:
-    """Raise FileExistsError unless a new folder may be put at ``output``."""
+    """Raise FileExistsError unless a new artifact may be put at ``output``: ``overwrite`` is for artifacts only."""
     if output.is_file() or output.is_symlink() and not output.exists():
         raise FileExistsError(f"--output {output} exists and is no folder")
     if output.is_dir() and any(output.iterdir()) and not overwrite:
         raise FileExistsError(f"--output {output} is not empty; choose another folder or add --overwrite")
+    if output.is_dir() and any(output.iterdir()) and not _is_artifact(output):
+        raise FileExistsError(
+            f"--output {output} holds something that is no hf_lowbit artifact, and --overwrite would delete it; choose "
+            "another folder, or remove this one yourself"
+        )
+
+
+def _is_artifact(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return config["quantization_config"]["quant_method"] == "lowbit"
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _share(folder: Path) -> None:
+    """mkdtemp and safetensors make what they write private to the user."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    folder.chmod(0o777 & ~umask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def format_bytes(count: float) -> str:

@@ -14,11 +14,21 @@ def read(layers: LayerTensors, config: dict[str, Any], name: str) -> dict[str, A
     Raises:
         ValueError: tables are missing, or do not belong to the settings.
     """
+    expected = {f"{side}_table" for side in ("key", "value")}
+    if config["encoder_metric"] == "fisher":
+        expected |= {f"{side}_metric" for side in ("key", "value")}
     found = []
     for index in sorted(layers):
         tensors = layers[index]
-        if not {"key_table", "value_table"} <= tensors.keys():
-            raise ValueError(f"{name} holds no complete codebooks; the artifact is damaged, or was saved without them")
+        if tensors.keys() != expected:
+            missing = sorted(expected - tensors.keys())
+            problem = (
+                f"{missing[0]} is missing" if missing else "its settings name no encoder metric, but it holds one"
+            )
+            raise ValueError(
+                f"{name} holds no complete codebooks ({problem} in layer {index}); the artifact is damaged, or was saved "
+                "without them"
+            )
         found.append(
             {
                 "layer": index,

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from hf_lowbit_kernels import DampLayout, DampPlan, damp_backend
 
+from ..config import check_integer
 from ..errors import FallbackError
 from ..protocols import ForcedSchedule
 from .attach import damp_config, damp_layout, damp_tables, has_damp
@@ -193,8 +194,9 @@ class DAMPStateCache(Cache):
             raise ValueError(f"rounding={rounding!r} is not supported; choose one of {list(ROUNDINGS)}.")
         if seed is None:
             seed = calibrated.seed if calibrated else 0
-        if prefill_chunk_size is not None and prefill_chunk_size < 1:
-            raise ValueError(f"prefill_chunk_size={prefill_chunk_size} must be at least 1, or None for whole prompts.")
+        check_integer("seed", seed, 0)
+        if prefill_chunk_size is not None:
+            check_integer("prefill_chunk_size", prefill_chunk_size, 1, or_none="whole prompts")
         self.rounding, self.prefill_chunk_size = rounding, prefill_chunk_size
         self.backend = _choose_backend(spec, backend, strict)
         plans, layouts = _plans_and_layouts(model, spec, plans, layouts, calibrated)
@@ -221,6 +223,20 @@ class DAMPStateCache(Cache):
         return [self.layers[i] for i in self._delta]
 
     # -- what the model calls ------------------------------------------------------------------------------------------
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Asked before the first layer of a forward pass.
+
+        Raises:
+            ValueError: the pass has no tokens; layers would fail in a reshape.
+        """
+        if query_length == 0:
+            held = self.get_seq_length()
+            raise ValueError(
+                f"no new tokens: the cache holds {held} already, and the input adds none. Give every row at least one token"
+                + (", after the whole text so far." if held else ".")
+            )
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def update_recurrent_state(self, recurrent_states, layer_idx: int, state_idx: int = 0, **kwargs):
         """Pack a prefill's final state; after the last layer, check that the states of all layers are finite.

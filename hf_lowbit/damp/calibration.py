@@ -82,7 +82,7 @@ def fit(
         model: causal LM with gated delta-rule layers; left as it was.
         config: what to fit.
         sequences: int64 ``[N, n]``, or N one-dimensional tensors or lists of token ids: prompts of at least
-            ``prompt_tokens``, with ``decode_tokens`` more for ``continuation="text"``. At least 3.
+            ``config.text_tokens``. At least 3 of them.
         domains: label of each sequence. Splits and means are balanced over them.
         fingerprint: of the model's weights, for the report.
         progress: show progress bars.

@@ -108,19 +108,19 @@ class Trajectories:
 
 
 def cut(sequences, config: DAMPConfig) -> torch.Tensor:
-    """Sequences cut to what a capture needs: the prompt, and with ``continuation="text"`` all updates after it.
+    """Sequences cut to what a capture needs: the prompt, and with ``continuation="text"`` the updates of the windows.
 
     Args:
         sequences: int64 ``[N, n]``, or N one-dimensional tensors or lists of token ids.
-        config: its ``prompt_tokens``, ``decode_tokens`` and ``continuation``.
+        config: its ``prompt_tokens``, windows and ``continuation``.
 
     Returns:
-        int64 ``[N, prompt_tokens]`` or ``[N, prompt_tokens + decode_tokens]``, on the CPU.
+        int64 ``[N, config.text_tokens]``, on the CPU.
 
     Raises:
         ValueError: no sequences, or one that is too short.
     """
-    length = config.prompt_tokens + (config.decode_tokens if config.continuation == "text" else 0)
+    length = config.text_tokens
     rows = [torch.as_tensor(sequence, dtype=torch.long, device="cpu").flatten() for sequence in sequences]
     if not rows:
         raise ValueError("calibration needs token sequences; got none.")
@@ -128,7 +128,7 @@ def cut(sequences, config: DAMPConfig) -> torch.Tensor:
         if len(row) < length:
             need = f"prompt_tokens={config.prompt_tokens}"
             if config.continuation == "text":
-                need += f' + decode_tokens={config.decode_tokens} (continuation="text")'
+                need += f' + {config.updates} up to the end of the last window (continuation="text")'
             raise ValueError(
                 f"calibration sequence {i} has {len(row)} tokens and needs {length}: {need}. Give longer sequences or "
                 "make these counts smaller."
@@ -170,7 +170,7 @@ def collect(
     if len(domains) != len(tokens):
         raise ValueError(f"{len(domains)} domain labels for {len(tokens)} sequences; give one for each.")
     batches = tokens.split(batch_size)
-    updates = max(config.windows) + config.window_tokens
+    updates = config.updates
     seconds: dict[str, float] = {}
 
     def bar(total, desc):

@@ -48,9 +48,13 @@ class Damp:
         sizes = {layer.dk for layer in DeltaSpec.of(model).layers}
         if config.rows is None and len(sizes) == 1:
             config = dataclasses.replace(config, rows=config.high_rows(*sizes))
-        length = config.prompt_tokens + (config.decode_tokens if config.continuation == "text" else 0)
         sequences, domains = domain_sequences(
-            calibration.texts, calibration.domains, calibration.tokenizer, config.sequences, length, seed=config.seed
+            calibration.texts,
+            calibration.domains,
+            calibration.tokenizer,
+            config.sequences,
+            config.text_tokens,
+            seed=config.seed,
         )
         plans, report = fit(
             model,
@@ -114,7 +118,7 @@ class Damp:
         rows = sorted({layer["rows"] for layer in layers})
         details = {
             "data": (
-                f"{config.sequences} sequences x ({config.prompt_tokens} prompt tokens + {config.decode_tokens} "
+                f"{config.sequences} sequences x ({config.prompt_tokens} prompt tokens + {config.updates} "
                 f"{'of the text' if config.continuation == 'text' else 'generated'}), seed {config.seed}"
             ),
             "protected rows chosen by": config.selector,

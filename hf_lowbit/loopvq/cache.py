@@ -27,7 +27,7 @@ from hf_lowbit_kernels import (
     vq_decode_attention,
 )
 
-from ..config import PAGE
+from ..config import PAGE, check_integer
 from ..errors import FallbackError
 from ..protocols import ForcedSchedule
 from .attach import loopvq_codebooks, loopvq_config
@@ -156,14 +156,14 @@ class LoopVQCache(Cache):
         self.sinks = config.sink_tokens
         self.window = config.recent_window if recent_window is None else recent_window
         self.prefill_chunk_size = config.prefill_chunk_size if prefill_chunk_size is None else prefill_chunk_size
-        if self.window < PAGE or self.window % PAGE:
+        check_integer("recent_window", self.window, PAGE)
+        if self.window % PAGE:
             raise ValueError(f"recent_window={self.window} must be a multiple of {PAGE}, at least {PAGE}.")
-        if self.prefill_chunk_size < PAGE:
-            raise ValueError(f"prefill_chunk_size={self.prefill_chunk_size} must be at least {PAGE}.")
+        check_integer("prefill_chunk_size", self.prefill_chunk_size, PAGE)
         if backend not in ("auto", "cuda", "triton", "reference"):
             raise ValueError(f"backend={backend!r} must be 'auto', 'cuda', 'triton' or 'reference'.")
-        if max_cache_len is not None and max_cache_len < 1:
-            raise ValueError(f"max_cache_len={max_cache_len} must be at least 1 token, or None.")
+        if max_cache_len is not None:
+            check_integer("max_cache_len", max_cache_len, 1, or_none="room that grows in steps")
         self._max_cache_len = max_cache_len
         self.backend = self._choose_backend(backend, strict)
         self.ring = self.window + PAGE
@@ -206,6 +206,11 @@ class LoopVQCache(Cache):
     def coded_tokens(self) -> list[int]:
         """Coded tokens of each row."""
         return list(self._coded)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens that one verifying pass of assisted generation may add and :meth:`crop` can still remove."""
+        return self.window
 
     @property
     def uses_cuda_graphs(self) -> bool:

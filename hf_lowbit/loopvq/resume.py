@@ -29,11 +29,12 @@ class Checkpoints:
         key = json.loads(json.dumps(key))
         if stamp.exists():
             known = json.loads(stamp.read_text())
-            changed = sorted(name for name in known.keys() | key.keys() if known.get(name) != key.get(name))
+            changed = _differences(known, key)
             if changed:
                 raise ValueError(
-                    f"{self.directory} holds a calibration that differs in {changed}; give another resume directory "
-                    "or delete this one."
+                    f"{self.directory} holds an interrupted calibration with other settings or data: "
+                    f"{'; '.join(changed)}. Give the settings of that run to continue it, another resume directory, or "
+                    "delete this one to start anew."
                 )
         else:
             self._replace(stamp, lambda path: path.write_text(json.dumps(key, indent=2)))
@@ -53,3 +54,20 @@ class Checkpoints:
         if self.directory is None or not (self.directory / f"{name}.pt").exists():
             return None
         return torch.load(self.directory / f"{name}.pt", map_location="cpu", weights_only=True)
+
+
+def _differences(known: dict, key: dict) -> list[str]:
+    """Each entry that differs, named as a setting: ``bits was 0.5 and is 1.0``."""
+    found = []
+    for name in sorted(known.keys() | key.keys()):
+        before, now = known.get(name), key.get(name)
+        if isinstance(before, dict) and isinstance(now, dict):
+            found += _differences(before, now)
+        elif before != now:
+            found.append(f"{name} was {_short(before)} and is {_short(now)}")
+    return found
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

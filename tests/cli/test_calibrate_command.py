@@ -1,7 +1,9 @@
 """``hf-lowbit calibrate``: what it writes, and that failing leaves nothing behind."""
 
 import json
+import os
 import shutil
+import stat
 
 import pytest
 import torch
@@ -104,8 +106,26 @@ def test_output_that_is_taken(base, run, tmp_path):
     # With --overwrite, but an error on the way: still there.
     assert run(*arguments(base, output, "--overwrite", "--sequences", "50"))[0] == 2
     assert names(output) == ["mine.txt"] and names(tmp_path) == ["out"]
-    assert run(*arguments(base, output, "--overwrite"))[0] == 0
+    # Nothing but an artifact is ever replaced: neither a folder of something else nor a model in full precision.
+    status, _, err = run(*arguments(base, output, "--overwrite"))
+    assert status == 2 and "no hf_lowbit artifact" in err and names(output) == ["mine.txt"]
+    shutil.copytree(base / "model", tmp_path / "model")
+    status, _, err = run(*arguments(base, tmp_path / "model", "--overwrite"))
+    assert status == 2 and "no hf_lowbit artifact" in err and "config.json" in names(tmp_path / "model")
+
+
+def test_overwriting_an_artifact_with_the_permissions_of_the_umask(base, artifact, run, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(artifact, output)
+    (output / "mine.txt").write_text("of the old artifact")
+    before = os.umask(0o027)
+    try:
+        assert run(*arguments(base, output, "--overwrite"))[0] == 0
+    finally:
+        os.umask(before)
     assert "mine.txt" not in names(output) and "model.safetensors" in names(output) and names(tmp_path) == ["out"]
+    assert stat.S_IMODE(output.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(path.stat().st_mode) for path in output.iterdir()} == {0o640}
 
 
 def test_failure_while_saving_leaves_nothing(base, run, tmp_path, monkeypatch):
@@ -133,7 +153,7 @@ def test_interrupted_and_resumed(base, run, tmp_path, monkeypatch):
     status, _, err = run(*arguments(base, output))
     assert status == 2 and "add --resume to continue it" in err and state.exists()
     status, _, err = run(*arguments(base, output, "--resume", "--seed", "5"))
-    assert status == 2 and "differs in" in err and state.exists() and not output.exists()
+    assert status == 2 and "seed was 0 and is 5" in err and state.exists() and not output.exists()
 
     assert run(*arguments(base, output, "--resume"))[0] == 0
     assert names(tmp_path) == ["out"]

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from hf_lowbit import artifact as core
 from hf_lowbit.cli import common
@@ -97,6 +98,11 @@ def test_inspect_refuses_damage(base, artifact, run, tmp_path):
     assert "no safetensors file" in error("no weights")
     shutil.copy(base / "model" / "model.safetensors", copy("no codebooks"))
     assert "no complete codebooks" in error("no codebooks")
+    weights = copy("no metric") / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors[next(name for name in tensors if name.endswith("layers.1.self_attn.loopvq.value_metric"))]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert "value_metric is missing in layer 1" in error("no metric")
     config = copy("json") / "config.json"
     config.write_text(config.read_text()[:-20])
     assert "config.json is damaged" in error("json")
@@ -106,8 +112,6 @@ def test_inspect_refuses_damage(base, artifact, run, tmp_path):
 
 
 def test_verify_notices_other_weights(artifact, run, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(artifact, tmp_path / "a")
     tensors = load_file(tmp_path / "a" / "model.safetensors")
     tensors["model.layers.0.self_attn.k_proj.weight"] += 0.5

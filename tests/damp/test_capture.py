@@ -141,9 +141,13 @@ def test_sequences_are_cut():
     config = changed(continuation="generate")
     assert capture.cut([list(range(30)), torch.arange(12)], config).tolist() == [list(range(9))] * 2
     assert capture.cut(torch.zeros(2, 100), CONFIG).shape == (2, 79)
+    # What comes after the last window is not asked for.
+    assert capture.cut(torch.zeros(2, 79), changed(decode_tokens=4000)).shape == (2, 79)
 
 
-@pytest.mark.parametrize("continuation, need", [("text", "needs 79.*decode_tokens=70"), ("generate", "needs 9")])
+@pytest.mark.parametrize(
+    "continuation, need", [("text", "needs 79.*70 up to the end of the last window"), ("generate", "needs 9")]
+)
 def test_too_short_sequences(continuation, need):
     with pytest.raises(ValueError, match=f"sequence 1 has 8 tokens and {need}"):
         capture.cut([torch.zeros(90), torch.zeros(8)], changed(continuation=continuation))

@@ -159,6 +159,11 @@ def test_what_damp_cannot_do_is_refused_and_leaves_nothing(tokenizer, texts, tmp
     refused(ValueError, "cannot be resumed", resume_dir=tmp_path)
     refused(ValueError, "too little calibration data", dataset=["short"])
     refused(ValueError, "needs dataset=", dataset=None)
+    refused(ValueError, "list of texts, or the path of a JSONL file of them, not int", dataset=5)
+    refused(ValueError, "text 1 must be a string .* not list", dataset=["a", ["b"]])
+    refused(ValueError, "takes a LoopVQConfig, DAMPConfig or LowBitConfig .* not dict", {"rows": 2})
+    with pytest.raises(ValueError, match="needs the model's tokenizer.* not NoneType"):
+        hf_lowbit.calibrate(model, None, config, dataset=texts, progress=False)
     refused(ValueError, "rows=17", DAMPConfig(**{**CONFIG, "rows": 17}))
     refused(TypeError, "Method 'damp' works on this model", LoopVQConfig())
     refused(ValueError, "calibrate one method", LowBitConfig(damp=config, loopvq=LoopVQConfig()))
@@ -346,7 +351,8 @@ def test_generate_refuses(model):
         with pytest.raises(ValueError, match=message):
             run(model, **kwargs)
 
-    refused("carries no codebooks", cache_implementation="loopvq")
+    refused("asks for codebooks, but this .* is calibrated for 'damp'", cache_implementation="loopvq")
+    refused("cache_config=5 must be a dict", cache_config=5)
     refused("unknown options \\['recent_window'\\]", cache_implementation="damp", cache_config={"recent_window": 8})
     refused("both a cache object", cache_implementation="damp", **{CACHE_ARG: DAMPStateCache(model)})
     refused("contradicts use_cache", cache_implementation="damp", use_cache=False)
@@ -437,6 +443,7 @@ def test_truncated_files_and_other_settings_are_refused(tmp_path):
             AutoModelForCausalLM.from_pretrained(tmp_path)
     changed = copy.deepcopy(config)
     changed["quantization_config"]["damp"]["rows"] = 40
+    del changed["quantization_config"]["digest"]
     path.write_text(json.dumps(changed))
     with pytest.raises(ValueError, match="rows=40"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -472,7 +479,27 @@ def test_settings_that_do_not_fit_the_tables_are_refused(model, tmp_path, rows):
     assert config["quantization_config"]["damp"]["rows"] == 2
     config["quantization_config"]["damp"]["rows"] = rows
     path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"one of low_bits=8, rows={rows}, .* was edited"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    del config["quantization_config"]["digest"]  # the tables themselves do not fit either
+    path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"not made for rows={rows}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message", [({"low_bits": 4}, "low_bits=4"), ({"zero_point": False}, "zero_point=False")]
+)
+def test_edited_settings_that_leave_no_trace_in_the_tables_are_refused(model, tmp_path, change, message):
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["damp"] |= {"rounding": "stochastic", "seed": 7}  # defaults of the cache
+    path.write_text(json.dumps(config))
+    assert DAMPStateCache(AutoModelForCausalLM.from_pretrained(tmp_path)).rounding == "stochastic"
+    config["quantization_config"]["damp"] |= change
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{message}.* was edited"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -491,6 +518,39 @@ def test_described_bits_count_the_residual(model):
         model(tokens(9), **{CACHE_ARG: cache})
     measured = cache.memory_report().state_bits_per_value
     assert artifact.describe(model)["layers"][0]["state_bits_per_value"] == measured
+
+
+def test_options_of_another_type_are_refused(model):
+    for options, message in (
+        (
+            {"prefill_chunk_size": 2.5},
+            "prefill_chunk_size=2.5 must be an integer of at least 1, or None for whole prompts",
+        ),
+        ({"seed": "a"}, "seed='a' must be an integer"),
+        ({"rounding": 3}, "rounding=3 is not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DAMPStateCache(model, **options)
+    for build, message in (
+        (lambda: LowBitConfig(damp=DAMPConfig(), format_version="1"), "format_version='1' must be an integer"),
+        (lambda: DAMPConfig(windows=5), "windows=5 must be a tuple of integers"),
+        (lambda: LoopVQConfig(learning_rates=0.1), "learning_rates=0.1 must be a tuple of numbers"),
+        (lambda: LoopVQConfig(bits=[1]), r"bits=\[1\] is not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build()
+
+
+def test_a_pass_without_tokens_is_refused(model):
+    empty = torch.zeros(1, 0, dtype=torch.long)
+    with pytest.raises(ValueError, match="no new tokens: the cache holds 0 already.*at least one token"):
+        model.generate(empty, max_new_tokens=2)
+    cache = DAMPStateCache(model)
+    with torch.no_grad():
+        model(tokens(9), **{CACHE_ARG: cache})
+        with pytest.raises(ValueError, match="the cache holds 9 already"):
+            model(empty, **{CACHE_ARG: cache})
+        assert model(tokens(1), **{CACHE_ARG: cache}).logits.isfinite().all()  # nothing was changed
 
 
 def test_counts_of_another_type_are_refused():

@@ -19,9 +19,12 @@ def test_arms():
     gdn, kda = (damp_table.all_arms(kind, 16, 3) for kind in ("gdn", "kda"))
     names = [arm.name for arm in kda]
     assert len(set(names)) == len(names)
-    assert {arm.name for arm in kda} - {arm.name for arm in gdn} == {
+    assert {arm.group for arm in kda} - {arm.group for arm in gdn} == {
         f"{low}+16 retention{sr}" for low in ("int8", "int4") for sr in ("", " sr")
     }
+    # Names under which docs/benchmarks has results; every selector with every seed.
+    assert {"int8+16 energy", "int4+16 retention sr", "int8+16 damp #0", "int8 sr"} <= set(names)
+    assert {"int8+16 energy #2", "int4+16 damp sr #2", "int4+16 readout #1"} <= set(names)
     bits = {arm.group: arm.layout(128, 128).bits_per_value for arm in kda}
     assert (bits["fp32 stepwise"], bits["fp16"], bits["int8"], bits["int4"], bits["int4sym"]) == (32, 16, 9, 6, 5)
     # All selectors at equal bits: the paper's figures.
@@ -58,9 +61,25 @@ def test_ratios():
     assert (plain["texts_below"], plain["bound"], plain["holds"]) == (1, 0.45, False)
     error = found["int8+16 damp", "int8+16 error"]
     assert error["value"] < 1 and error["over_seeds"] == [3 / 3.75, 3.5 / 3.25]
+    assert error["spread"] == pytest.approx((0.125 + 0.125) ** 0.5 / 3.5)
     assert (error["bound"], error["holds"]) == ("spread", True)
     # A group with one seed is compared with that seed of the other.
     assert found["int8+16 damp sr-global", "int8+16 damp sr"]["value"] == 3 / 2.5
+
+
+@pytest.mark.parametrize("worse, holds", [(0.1, True), (0.4, False)])
+def test_not_above_error_beyond_the_spread(worse, holds):
+    """sd 0.1 in each group: a mean that is 0.1 higher is within sqrt(2) * 0.1, one that is 0.4 higher is not."""
+    results = [
+        *(result("int8+16 error", "error", i, kl, kl) for i, kl in enumerate((0.9, 1.0, 1.1))),
+        *(result("int8+16 damp", "damp", i, kl + worse, kl + worse) for i, kl in enumerate((0.9, 1.0, 1.1))),
+    ]
+    (ratio,) = damp_table_report.make_ratios(results, "kda", 16)
+    assert ratio["value"] == pytest.approx(1 + worse) and ratio["spread"] == pytest.approx(2**0.5 / 10)
+    assert ratio["holds"] is holds
+    # Without seeds to compare there is no spread to hide in.
+    (ratio,) = damp_table_report.make_ratios([results[0], results[3]], "kda", 16)
+    assert ratio["spread"] is None and ratio["holds"] is False
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +111,8 @@ def test_a_run_and_its_continuation(folders, capsys):
     status, printed = run("^fp|^int8$|^int8.4 (damp|random|retention|readout)|stochastic|feedback")
     assert status == 0
     assert (out / "table.md").read_text().strip() in printed and "| int8+4 damp / int8+4 retention |" in printed
-    assert "| int8+4 readout sr / int8+4 damp sr |" in printed
+    assert "| int8+4 readout sr / int8+4 damp sr |" in printed and "| int8+4 damp sr | 2 | " in printed
+    assert "| int8+4 damp / int8 |" in printed.split("| claim (issue 3)")[1]
     content = json.loads((out / "table.json").read_text())
     arms = {arm["name"]: arm for arm in content["arms"]}
     assert {"int8+4 damp sr stochastic #0", "int8+4 damp sr error-feedback #0", "int8+4 random #1"} <= arms.keys()
@@ -109,8 +129,16 @@ def test_a_run_and_its_continuation(folders, capsys):
 
     # Again with one more arm, in two processes: what is done is not done again.
     before = (out / "arms" / "int8.json").stat().st_mtime_ns
-    status, printed = run("^int8$|^int8.4 (damp|energy)$|^int4sym$|damp #0", "--jobs=2")
+    status, printed = run("^int8$|^int8.4 (damp|energy)$|^int4sym$|damp #0", "--jobs=2", "--together=1")
     assert status == 0 and "2 of them done" in printed and "int4sym: KL" in printed
+    # An arm alone in its batch and one beside others store the same states.
+    alone = out / "alone"
+    assert (
+        damp_table.main([str(folders / "model"), str(folders), str(alone), *SMALL, "--texts=2", "--arms=^int8$"]) == 0
+    )
+    kl = json.loads((alone / "arms" / "int8.json").read_text())["kl_by_text"]
+    assert kl == pytest.approx(arms["int8"]["kl_by_text"], rel=0.05)
+    capsys.readouterr()
     assert (out / "arms" / "int8.json").stat().st_mtime_ns == before
 
 

@@ -191,6 +191,22 @@ def test_prompt_lookup_decoding_runs_and_crops(make_coded_model, prompt):
     assert out.shape == (1, 160)
 
 
+def test_drafts_are_cut_to_what_can_be_cropped(make_coded_model, prompt, monkeypatch):
+    """Look-up in a text that repeats itself proposes all 100 tokens, of which a random model takes few."""
+    model, ids = make_coded_model(), prompt(120).repeat(2)[None]
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "cache_implementation": "loopvq"}
+    removed, crop = [], LoopVQCache.crop
+    monkeypatch.setattr(LoopVQCache, "crop", lambda self, n: removed.append(n) or crop(self, n))
+    window = {"cache_config": {"recent_window": 16}}
+    out = model.generate(ids, prompt_lookup_num_tokens=100, **window, **options)
+    assert out.shape == (1, 270) and removed
+    # Shorter than the window, drafts are as long as asked for.
+    assert (
+        model.generate(ids, prompt_lookup_num_tokens=100, **options | {"cache_implementation": "dynamic"}).shape[1]
+        == 270
+    )
+
+
 def test_reset_forgets_everything(make_coded_model, prompt):
     model = make_coded_model()
     first, _, cache = generate(model, [prompt(120)], 10)

@@ -232,6 +232,19 @@ def test_settings_that_do_not_match_the_tables_are_refused(calibrated, tmp_path)
     calibrated.save_pretrained(tmp_path / "a")
     path = tmp_path / "a" / "config.json"
     config = json.loads(path.read_text())
+    before = dict(config["quantization_config"]["loopvq"])
+    # Tables of the same shape: only the digest notices.
+    config["quantization_config"]["loopvq"] |= {
+        "bits": 2 * before["bits"],
+        "loop_group_size": before["loop_group_size"] // 2,
+    }
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"bits={2 * before['bits']}, .* was edited"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    config["quantization_config"]["loopvq"] = before | {"recent_window": 16}  # a default of the cache may be edited
+    path.write_text(json.dumps(config))
+    assert hf_lowbit.LoopVQCache(AutoModelForCausalLM.from_pretrained(tmp_path / "a")).window == 16
+    del config["quantization_config"]["digest"]
     config["quantization_config"]["loopvq"]["bits"] = 0.25
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="has shape"):
