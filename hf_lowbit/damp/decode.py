@@ -120,19 +120,31 @@ class StepCache(Cache):
         self._output: type | None = None  # of the decoder
         decoder = find_decoder(model)
         self._decoder_class = (type(decoder).__module__, type(decoder).__qualname__)
-        self._graphs: StepGraphs | None = StepGraphs(decoder, cuda_graphs, obstacle)
-        if cuda_graphs and self._graphs.problem:
-            raise FallbackError(f"cuda_graphs=True is not possible here: {self._graphs.problem}.")
+        self._use(decoder)
+        if cuda_graphs and self.graph_problem:
+            raise FallbackError(f"cuda_graphs=True is not possible here: {self.graph_problem}.")
         self._hook()
+
+    def _use(self, decoder: nn.Module) -> None:
+        self._graphs: StepGraphs | None = StepGraphs(decoder, self._cuda_graphs, self._obstacle)
+        # transformers marks the classes that experts_implementation is about by this method.
+        self._experts = any(hasattr(module, "_apply_gate") for module in decoder.modules())
 
     def _hook(self) -> None:
         module, name = self._decoder_class
         hook_decoder(getattr(importlib.import_module(module), name))
 
     @property
+    def graph_problem(self) -> str | None:
+        """Why one-token steps are not captured, or None."""
+        if self._graphs is None:
+            return "the cache was just loaded, and no model has used it yet"
+        return self._graphs.problem or self._model_problem(self._graphs.model)
+
+    @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether one-token steps are replayed, from the third on at the latest."""
-        return self._graphs is not None and self._graphs.problem is None
+        """Whether one-token steps are replayed, from the third of a kind on."""
+        return self.graph_problem is None
 
     @property
     def graph_replays(self) -> int:
@@ -171,12 +183,12 @@ class StepCache(Cache):
             FallbackError: ``cuda_graphs=True``, and this step cannot be captured. Nothing was computed.
         """
         if self._graphs is None or self._graphs.model is not decoder:
-            self._graphs = StepGraphs(decoder, self._cuda_graphs, self._obstacle)
+            self._use(decoder)
         graphs = self._graphs
         if not self._is_step(arguments):
             graphs.recheck()
             return forward(decoder, **arguments)
-        reason = graphs.problem_now() or self._problem(decoder, arguments)
+        reason = graphs.problem_now() or self._model_problem(decoder) or self._call_problem(decoder, arguments)
         if reason is not None:
             graphs.refuse(reason)
             return forward(decoder, **arguments)
@@ -214,17 +226,22 @@ class StepCache(Cache):
         slots = self.attention_slots
         return bool(slots) and all(slot.is_initialized and slot.keys.shape[0] == tokens.shape[0] for slot in slots)
 
-    def _problem(self, decoder: nn.Module, arguments: dict[str, Any]) -> str | None:
-        """Why a decoder cannot be given everything ready-made in this call, or None."""
+    def _model_problem(self, decoder: nn.Module) -> str | None:
+        """Why a decoder, as it is set up, cannot be given everything ready-made, or None."""
         config = decoder.config
         if config._attn_implementation not in ("sdpa", "eager"):
             return (
                 f"attn_implementation={config._attn_implementation!r} takes no ready-made mask; use 'sdpa' or 'eager'"
             )
-        if getattr(config, "_experts_implementation", None) == "eager" and _has_experts(decoder):
-            return "experts_implementation='eager' reads on the host which experts are used; load with 'grouped_mm'"
+        if self._experts and config._experts_implementation == "eager":
+            return "experts_implementation='eager' reads on the host which experts are used; use 'grouped_mm'"
         if "forward" in vars(decoder):
             return "the decoder's forward was replaced"
+        return None
+
+    def _call_problem(self, decoder: nn.Module, arguments: dict[str, Any]) -> str | None:
+        """What this call asks for and a captured step cannot give, or None."""
+        config = decoder.config
         for name in _RECORDED:
             if arguments.get(name, getattr(config, name, None)):
                 return f"{name} was asked for"
@@ -307,10 +324,6 @@ def find_decoder(model: nn.Module) -> nn.Module:
     if not found:
         raise TypeError(f"this {type(model).__name__} has no decoder with a list of layers; update hf_lowbit.")
     return found[-1]  # the innermost
-
-
-def _has_experts(decoder: nn.Module) -> bool:
-    return any(hasattr(module, "_apply_gate") for module in decoder.modules())
 
 
 def hook_decoder(decoder_class: type[nn.Module]) -> None:

@@ -11,9 +11,13 @@ import pytest
 import torch
 from damp_models import ARCHITECTURES, build_model, identity_plans, layouts, random_plans, tokens
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from hf_lowbit import generation
 from hf_lowbit.compat import CACHE_ARG
+from hf_lowbit.config import DAMPConfig, LowBitConfig
 from hf_lowbit.damp import decode, state
+from hf_lowbit.damp.attach import attach_damp
 from hf_lowbit.damp.cache import DAMPStateCache
 from hf_lowbit.damp.decode import find_decoder, places_for
 from hf_lowbit.damp.full_precision import FullStateCache
@@ -241,6 +245,36 @@ def test_room_grows_and_is_what_generate_needs(small_places):
         packed_cache(model, max_cache_len=0)
 
 
+def test_generate_of_a_calibrated_model_announces_its_length(small_places):
+    model = build_model("qwen3_5")
+    config = DAMPConfig(rows=2)
+    attach_damp(model, config, random_plans(model))
+    model.config.quantization_config = LowBitConfig(damp=config)
+    generation.enable(model)
+    cache = play(generation.make_cache(model, max_cache_len=50), model)
+    generate(model, tokens(30), cache, 100)
+    assert cache.attention_slots[0].capacity == 192 and cache.graph_replays >= 90  # 129 tokens, in 64s
+    with pytest.raises(FallbackError, match="graphs need CUDA"):
+        generate(model, tokens(30), None, 4, cache_implementation="damp", cache_config={"cuda_graphs": True})
+
+
+def test_a_model_that_also_sees_images(small_places):
+    """Its positions have three axes."""
+    sizes = ARCHITECTURES["qwen3_5"][2]
+    vision = dict(
+        depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64, num_position_embeddings=16
+    )
+    ids = dict(image_token_id=85, video_token_id=86, vision_start_token_id=87, vision_end_token_id=88)
+    torch.manual_seed(0)
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=sizes, vision_config=vision, **ids)).eval()
+    prompt = tokens(9, rows=2) % 80 + 1
+    eager, graphs = packed_cache(model), with_graphs(model, True)
+    assert find_decoder(model) is model.model.language_model
+    expected, found = (generate(model, prompt, cache, 12) for cache in (eager, graphs))
+    assert torch.equal(found[0], expected[0]) and graphs.graph_replays >= 7
+    torch.testing.assert_close(found[1], expected[1], atol=1e-3, rtol=1e-3)
+
+
 def test_places_grow_by_a_half_and_a_third():
     assert [places_for(n) for n in (1, 256, 257, 384, 385, 513, 2049, 6000)] == [
         256,
@@ -297,8 +331,10 @@ def test_what_a_graph_cannot_give_runs_eagerly_or_is_refused_when_asked_for(aske
 @torch.no_grad()
 def test_experts_that_are_looked_up_on_the_host_are_not_captured():
     model = build_model("qwen3_5_moe")
-    model.set_experts_implementation("eager")
     cache, strict = with_graphs(model), with_graphs(model, wanted=True)
+    assert cache.uses_cuda_graphs
+    model.set_experts_implementation("eager")
+    assert not cache.uses_cuda_graphs and "experts_implementation='eager'" in cache.graph_problem
     for kept in (cache, strict):
         model(tokens(20), **{CACHE_ARG: kept})
     for _ in range(3):
