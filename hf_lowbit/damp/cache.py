@@ -159,9 +159,8 @@ class DAMPStateCache(StepCache):
             the pieces it is given. None: whole prompts.
         cuda_graphs: None: run one-token steps as CUDA graphs where possible, which changes nothing but their speed. False:
             never. True: raise where a step cannot be one.
-        max_cache_len: tokens that attention layers make room for, once steps are captured. None: as many as
-            ``generate()`` announces, or a quarter more than there are; more room is made when it runs out, and each time
-            the graphs are captured again.
+        max_cache_len: tokens that attention layers make room for at once, when the first step is captured. None: the room
+            grows by a half or a third whenever it is used up. A longer text still makes it grow.
 
     Attributes:
         backend: "triton", "reference" or "model".

@@ -98,7 +98,7 @@ class StepCache(Cache):
         model: the model, or its decoder.
         slots: cache layers, in the model's order.
         cuda_graphs: None: capture steps where possible. True: raise where not. False: never.
-        max_cache_len: tokens to reserve room for.
+        max_cache_len: tokens to make room for at once.
         obstacle: why the recurrent layers' part of a step cannot be captured, or None.
 
     Raises:
@@ -152,7 +152,7 @@ class StepCache(Cache):
         return 0 if self._graphs is None else self._graphs.replays
 
     def expect_length(self, longest: int) -> None:
-        """Announce that the cache will not exceed ``longest`` columns soon: room is then made for that, and no more."""
+        """Announce that the cache will not exceed ``longest`` columns soon: no more room is then made."""
         self._longest = longest
 
     @property
@@ -262,9 +262,12 @@ class StepCache(Cache):
         length, slots = self.get_seq_length(), self.attention_slots
         capacity = min(slot.capacity for slot in slots)
         if capacity <= length:
-            known = max(self._longest or 0, self._max_cache_len or 0)
-            # Later steps grow by a quarter: a few captures for a long text, and not much room that nobody uses.
-            wanted = known if known > length else max(SMALLEST, length + 1 + length // 4)
+            # With the next number of places, which needs a graph of its own anyway: growing captures nothing in addition.
+            wanted = places_for(length + 1)
+            if self._longest is not None and self._longest > length:
+                wanted = min(wanted, self._longest)
+            if self._max_cache_len is not None and self._max_cache_len > length:
+                wanted = self._max_cache_len
             capacity = -(-wanted // 64) * 64
             for slot in slots:
                 slot.reserve(capacity)
