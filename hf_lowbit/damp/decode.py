@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from ..compat import CACHE_ARG, CACHE_ARG_NAMES, cache_kwargs, make_output
+from ..compat import CACHE_ARG_NAMES, cache_kwargs, make_output
 from ..errors import FallbackError
 from ..graphs import StepGraphs
 from .attention import AttentionSlot
@@ -280,7 +281,7 @@ class StepCache(Cache):
     def _key(self, decoder: nn.Module) -> tuple:
         """All addresses that a step uses beside the weights, and what else decides about its kernels."""
         config, step = decoder.config, self._step
-        tensors = [step.place, step.valid, step.positions, *self._tensors()]
+        tensors = [step.place, step.valid, step.positions, *self.step_tensors()]
         return (
             config._attn_implementation,
             getattr(config, "_experts_implementation", None),
@@ -289,10 +290,11 @@ class StepCache(Cache):
             *(tensor.data_ptr() for tensor in tensors),
         )
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def step_tensors(self) -> Iterator[torch.Tensor]:
+        """What the layers read and write in a captured step."""
         for slot in self.layers:
             if isinstance(slot, AttentionSlot):
-                yield from slot.room
+                yield from slot.room or ()
                 continue
             for held in (*slot.conv_states.values(), *slot.recurrent_states.values()):
                 if isinstance(held, torch.Tensor):
@@ -335,16 +337,15 @@ def hook_decoder(decoder_class: type[nn.Module]) -> None:
     if getattr(original, "_step_cache_hook", None) is original:
         return
 
+    names = list(inspect.signature(original).parameters)[1:]
+
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        cache = kwargs.get(CACHE_ARG)
-        if cache is None:
-            cache = next((kwargs[name] for name in CACHE_ARG_NAMES if kwargs.get(name) is not None), None)
-        if not isinstance(cache, StepCache) or len(args) > 1:
+        arguments = {**dict(zip(names, args)), **kwargs}
+        cache = next((arguments[name] for name in CACHE_ARG_NAMES if arguments.get(name) is not None), None)
+        if not isinstance(cache, StepCache):
             return original(self, *args, **kwargs)
-        if args:
-            kwargs["input_ids"] = args[0]
-        return cache.run(self, original, kwargs)
+        return cache.run(self, original, arguments)
 
     forward._step_cache_hook = forward  # functools.wraps of an outer wrapper copies the name, not the identity
     decoder_class.forward = forward

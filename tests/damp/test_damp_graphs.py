@@ -53,7 +53,7 @@ class HostGraphs(StepGraphs):
 
     def _capture(self, forward):
         self.captures += 1
-        held = list(self.cache._tensors())
+        held = list(self.cache.step_tensors())
         before = [tensor.clone() for tensor in held]
         outputs, addresses = forward(self._embeds), self._addresses()
         for tensor, value in zip(held, before, strict=True):  # a capture computes nothing
@@ -297,8 +297,9 @@ def test_outputs_are_not_overwritten_and_a_decoder_may_be_called_itself():
     outs = [model.model(torch.tensor([[i + 1]]), **{CACHE_ARG: cache}).last_hidden_state for i in range(6)]
     copies = [out.clone() for out in outs]
     embeds = model.model.embed_tokens(torch.tensor([[9]]))
+    model.model(torch.tensor([[9]]), torch.ones(1, 27, dtype=torch.long), torch.tensor([[26]]), cache)
     model.model(inputs_embeds=embeds, **{CACHE_ARG: cache})
-    assert cache.graph_replays == 6
+    assert cache.graph_replays == 7
     assert all(torch.equal(a, b) for a, b in zip(outs, copies, strict=True)) and not torch.equal(outs[4], outs[5])
 
 
@@ -368,6 +369,8 @@ def test_without_a_gpu_nothing_changes():
     generate(model, tokens(9), cache, 4)
     assert not cache.uses_cuda_graphs and "cuda_graphs=False" in repr(cache)
     assert cache.attention_slots[0].room is None  # transformers' own growing tensors
+    forward = type(model.model).forward
+    assert packed_cache(model) and type(model.model).forward is forward  # wrapped once
     with pytest.raises(FallbackError, match="on cpu, and graphs need CUDA"):
         packed_cache(model, cuda_graphs=True)
     assert "asked for" in packed_cache(model, cuda_graphs=False)._graphs.problem
