@@ -1,7 +1,7 @@
-"""Steps of a DAMP cache as graphs, without a GPU: a replay is played by calling the captured function again.
+"""Steps of a DAMP cache as graphs, without a GPU: a capture records the operations, a replay repeats them.
 
-What a real graph cannot see (lengths on the host, moved tensors) and what a capture forbids (reading a tensor on the
-host) is checked at every replay.
+As with a real graph nothing of the model's Python runs in a replay, tensors stay where they were recorded, and reading a
+tensor on the host breaks a capture off.
 """
 
 import copy
@@ -11,6 +11,7 @@ import pytest
 import torch
 from damp_models import ARCHITECTURES, build_model, identity_plans, layouts, random_plans, tokens
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from hf_lowbit import generation
@@ -26,20 +27,38 @@ from hf_lowbit.evaluation.storage import _tensors
 from hf_lowbit.graphs import StepGraphs
 
 
-class NothingOnTheHost(TorchDispatchMode):
-    """Raises where a GPU would have to be waited for, or a capture would break off."""
+class Tape(TorchDispatchMode):
+    """Records operations on tensors, and repeats them on the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
-            raise AssertionError(f"{function} in a captured step")
-        return function(*args, **(kwargs or {}))
+            raise RuntimeError(f"{function} in a capture")
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        aliases = [value.alias_info for value in function._schema.returns]
+        if all(alias is not None and not alias.is_write for alias in aliases):
+            return out  # a view, which is one of the same memory at every replay
+        self.calls.append((function, args, kwargs, None if aliases[0] is not None else out))
+        return out
+
+    def play(self):
+        for function, args, kwargs, out in self.calls:
+            new = function(*args, **kwargs)
+            if out is not None:  # None: changed in place
+                for old, value in zip(tree_leaves(out), tree_leaves(new), strict=True):
+                    old.copy_(value)
 
 
 class HostGraphs(StepGraphs):
-    """Captures and replays on the host. Like a graph's, its outputs stay where they are and are overwritten."""
+    """Captures and replays on the host."""
 
     captures = 0
     cache = None
+    tape = None  # while something is captured
 
     def _find_problem(self):
         return self._hook_problem()
@@ -55,19 +74,19 @@ class HostGraphs(StepGraphs):
         self.captures += 1
         held = list(self.cache.step_tensors())
         before = [tensor.clone() for tensor in held]
-        outputs, addresses = forward(self._embeds), self._addresses()
-        for tensor, value in zip(held, before, strict=True):  # a capture computes nothing
-            tensor.copy_(value)
+        HostGraphs.tape = tape = Tape()
+        try:
+            with tape:
+                outputs = forward(self._embeds)
+        finally:
+            HostGraphs.tape = None
+            for tensor, value in zip(held, before, strict=True):  # a capture computes nothing
+                tensor.copy_(value)
+        addresses = self._addresses()
 
         def replay():
             assert self._addresses() == addresses
-            self.cache.get_seq_length = self.cache.get_mask_sizes = None  # whoever calls them gets a TypeError
-            try:
-                with NothingOnTheHost():
-                    for name, value in forward(self._embeds).items():
-                        outputs[name].copy_(value)
-            finally:
-                del self.cache.get_seq_length, self.cache.get_mask_sizes
+            tape.play()
 
         return replay, outputs
 
@@ -95,15 +114,18 @@ def generate(model, ids, cache, count, **options):
 
 
 @pytest.fixture(autouse=True)
-def reference_may_look(monkeypatch):
+def one_operation(monkeypatch):
     """The update's reference reads slot numbers on the host; the kernel, which captured steps run, does not."""
     update = state.damp_update
 
-    def hidden(*args, **kwargs):
+    def recorded(*args, **kwargs):
         with _disable_current_modes():
-            return update(*args, **kwargs)
+            out = update(*args, **kwargs)
+        if HostGraphs.tape is not None:
+            HostGraphs.tape.calls.append((update, args, kwargs, out))
+        return out
 
-    monkeypatch.setattr(state, "damp_update", hidden)
+    monkeypatch.setattr(state, "damp_update", recorded)
 
 
 @pytest.fixture
