@@ -43,7 +43,7 @@ def places_for(length: int) -> int:
 
 
 class StepTensors:
-    """What changes from step to step.
+    """What changes from step to step, of a text that only grows.
 
     Attributes:
         place: int64 ``[1]``, index of the current token.
@@ -57,7 +57,6 @@ class StepTensors:
             self.place = torch.zeros(1, dtype=torch.int64, device=device)
             self.valid = torch.zeros(rows, capacity, dtype=torch.bool, device=device)
             self.positions = torch.zeros(positions, dtype=torch.int64, device=device)
-        self._longest = 0
 
     def fits(self, rows: int, capacity: int, positions: torch.Size, device: torch.device) -> bool:
         return (
@@ -66,9 +65,6 @@ class StepTensors:
 
     def refresh(self, length: int, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
         """Set the numbers of the step that follows ``length`` tokens, without waiting for the device."""
-        if length < self._longest:
-            self.valid.zero_()
-        self._longest = length
         self.place.fill_(length)
         valid = self.valid[:, : length + 1]
         if mask is None:
