@@ -1,7 +1,8 @@
 """`DAMPStateCache`: recurrent states as packed bytes, everything else of a hybrid model's cache as transformers has it.
 
 Inside a forward pass over several tokens the recurrence is in FP32; its final state is packed when the pass ends
-(paper, appendix A.4). A pass over one token updates the packed state in place.
+(paper, appendix A.4). A pass over one token updates the packed state in place, as a CUDA graph where that is possible
+(:mod:`.decode`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from hf_lowbit_kernels import DampLayout, DampPlan, damp_backend
 
@@ -21,6 +22,7 @@ from ..config import check_integer
 from ..errors import FallbackError
 from ..protocols import ForcedSchedule
 from .attach import damp_config, damp_layout, damp_tables, has_damp
+from .decode import StepCache
 from .functions import patch_delta_rules
 from .memory import DampMemoryReport
 from .spec import DeltaLayer, DeltaSpec
@@ -136,11 +138,12 @@ class DampStateLayer(LinearAttentionLayer):
         raise RuntimeError(_NO_CROP)
 
 
-class DAMPStateCache(Cache):
+class DAMPStateCache(StepCache):
     """Cache of a hybrid model whose gated delta-rule states are packed (9.875 bits a value instead of 32, by default).
 
-    Attention layers keep transformers' own cache layers. Making a cache patches the recurrence functions of the model's
-    modeling file (:func:`~hf_lowbit.damp.functions.patch_delta_rules`); stock caches go on working there.
+    Attention layers keep their keys and values as they are. Making a cache patches the recurrence functions of the model's
+    modeling file (:func:`~hf_lowbit.damp.functions.patch_delta_rules`) and its decoder's forward
+    (:func:`~hf_lowbit.damp.decode.hook_decoder`); stock caches go on working there.
 
     Args:
         model: a model with gated delta-rule layers; calibrated, unless ``plans`` and ``layouts`` are given.
@@ -154,6 +157,10 @@ class DAMPStateCache(Cache):
         strict: raise instead of falling back when the update cannot run on the Triton kernel.
         prefill_chunk_size: longest piece of a prompt in one forward pass, for whoever feeds the model: a cache sees only
             the pieces it is given. None: whole prompts.
+        cuda_graphs: None: run one-token steps as CUDA graphs where possible, which changes nothing but their speed. False:
+            never. True: raise where a step cannot be one.
+        max_cache_len: tokens that attention layers make room for at once, when the first step is captured. None: the room
+            grows by a half or a third whenever it is used up. A longer text still makes it grow.
 
     Attributes:
         backend: "triton", "reference" or "model".
@@ -162,7 +169,7 @@ class DAMPStateCache(Cache):
         TypeError: the model has no gated delta-rule layers.
         ValueError: no tables and no plans, plans or layouts for other sizes, a key dimension above 256, or an option out
             of range.
-        FallbackError: ``strict`` and no Triton path.
+        FallbackError: ``strict`` and no Triton path, or ``cuda_graphs=True`` and no way to use them.
 
     Example:
         >>> cache = DAMPStateCache(model)                                       # doctest: +SKIP
@@ -181,6 +188,8 @@ class DAMPStateCache(Cache):
         backend: str = "auto",
         strict: bool = False,
         prefill_chunk_size: int | None = None,
+        cuda_graphs: bool | None = None,
+        max_cache_len: int | None = None,
     ):
         spec = DeltaSpec.of(model)
         if getattr(model, "use_kernels", False):
@@ -206,10 +215,11 @@ class DAMPStateCache(Cache):
         for layer, plan, layout in zip(spec.layers, plans, layouts, strict=True):
             state = PackedState(plan, layout, rounding=rounding, seed=seed, layer=layer.index, backend=self.backend)
             slots[layer.index] = DampStateLayer(state, strict)
-        super().__init__(layers=slots)
+        obstacle = None if self.backend == "triton" else f"packed states are updated on the slow {self.backend} path"
+        super().__init__(model, slots, cuda_graphs=cuda_graphs, max_cache_len=max_cache_len, obstacle=obstacle)
         self._delta = [layer.index for layer in spec.layers]
         # Untouched copies: DynamicLayer.reset() of transformers 5.17 keeps the length, so reset() starts from these.
-        self._empty = {i: copy.copy(slot) for i, slot in enumerate(slots) if i not in self._delta}
+        self._empty = {i: copy.copy(slot) for i, slot in enumerate(self.layers) if i not in self._delta}
         self._modelings = tuple((modeling.__name__, kind) for modeling, kind in spec.modelings)
         self._patch()
 
@@ -272,6 +282,7 @@ class DAMPStateCache(Cache):
 
     def reset(self) -> None:
         """Forget everything, tensors included."""
+        self.drop_steps()
         for i, empty in self._empty.items():
             self.layers[i] = copy.copy(empty)
         for layer in self.delta_layers:
@@ -317,7 +328,7 @@ class DAMPStateCache(Cache):
         return [layer.state.layout for layer in self.delta_layers]
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_fingerprint": self.fingerprint()}
+        return {**super().__getstate__(), "_fingerprint": self.fingerprint()}
 
     def __setstate__(self, values: dict) -> None:
         expected = values.pop("_fingerprint")
@@ -326,6 +337,7 @@ class DAMPStateCache(Cache):
             raise ValueError(
                 "this pickled DAMPStateCache is damaged: its tables do not have the recorded fingerprint."
             )
+        self._hook()
         self._patch()
 
     def __deepcopy__(self, memo) -> DAMPStateCache:
@@ -345,14 +357,13 @@ class DAMPStateCache(Cache):
         counters = sum(t.nbytes for s in states for name, t in s.tensors.items() if name in ("steps", "streams"))
         slots = sum(s.slot_bytes for s in states)
         tables = (table for s in states for table in (s.plan.perm_k, s.plan.perm_v, s.plan.column_scale))
-        attention = (t for i in self._empty for t in vars(self.layers[i]).values() if isinstance(t, torch.Tensor))
         return DampMemoryReport(
             rows=max(self.batch_size, 0),
             state_bytes=packed,
             full_state_bytes=4 * values,
             conv_bytes=sum(layer.conv_states[0].nbytes for layer in layers if layer.conv_states[0] is not None),
-            attention_bytes=sum(t.nbytes for t in attention),
-            scratch=counters + slots,
+            attention_bytes=sum(slot.nbytes for slot in self.attention_slots),
+            scratch=counters + slots + self.step_bytes,
             table_bytes=sum(table.nbytes for table in tables),
             state_bits_per_value=8 * packed / values if values else None,
         )
@@ -370,7 +381,7 @@ class DAMPStateCache(Cache):
         layout = self._layouts()[0]
         return (
             f"DAMPStateCache(low_bits={layout.low_bits}, high_rows={layout.high_rows}, rounding={self.rounding!r}, "
-            f"rows={max(self.batch_size, 0)}, backend={self.backend})"
+            f"rows={max(self.batch_size, 0)}, backend={self.backend}, cuda_graphs={self.uses_cuda_graphs})"
         )
 
 

@@ -14,8 +14,8 @@ class DampMemoryReport:
         state_bytes: packed recurrent states of all layers; with error feedback, the residuals too.
         full_state_bytes: the same states in FP32, as a stock cache would hold them (computed; they do not exist).
         conv_bytes: states of the short convolutions, in model dtype.
-        attention_bytes: keys and values of the attention layers.
-        scratch: counters of writes and slot numbers.
+        attention_bytes: keys and values of the attention layers, with the room that captured steps reserve.
+        scratch: counters of writes, slot numbers and the inputs of captured steps.
         table_bytes: permutations and column scales; they belong to the model and serve all caches.
         state_bits_per_value: ``8 * state_bytes`` over the number of state values; None while the cache is empty.
     """
@@ -53,7 +53,7 @@ class DampMemoryReport:
             ("states", self.state_bytes, f"{self.rows} rows, {bits}"),
             ("convolutions", self.conv_bytes, "model dtype"),
             ("attention", self.attention_bytes, "keys and values, model dtype"),
-            ("scratch", self.scratch, "counters, slot numbers"),
+            ("scratch", self.scratch, "counters, slot numbers, inputs of captured steps"),
             ("tables", self.table_bytes, "shared by all caches of the model"),
             ("total", self.total, ""),
             ("FP32 states", self.full_state_bytes, "the same states in a stock cache"),

@@ -32,7 +32,7 @@ class Damp:
     name = NAME
     tables = "DAMP tables"
     table_class = DampTables
-    cache_options = ("rounding", "seed", "prefill_chunk_size", "strict", "backend")
+    cache_options = ("rounding", "seed", "prefill_chunk_size", "strict", "backend", "cuda_graphs", "max_cache_len")
 
     def check(self, model) -> None:
         DeltaSpec.of(model)

@@ -98,6 +98,7 @@ class PackedState:
             )
         self.tensors["records"].copy_(damp_pack(state, self.plan, self.layout, rounding=self._rounding()))
         self._count_write()
+        self._number_slots(state.device)  # now, as a decoding step may be one that is captured
 
     @torch.no_grad()
     def update(self, query, key, value, g, beta, *, normalize: bool) -> torch.Tensor:
@@ -110,8 +111,7 @@ class PackedState:
         Returns:
             ``[B, HV, dv]`` in the value's dtype.
         """
-        if self._slots is None or self._slots.shape[0] != self.rows or self._slots.device != value.device:
-            self._slots = torch.arange(self.rows, dtype=torch.int32, device=value.device)
+        self._number_slots(value.device)
         inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, g, beta)]
         out = damp_update(
             self.tensors["records"], self._slots, *inputs, self.plan, self.layout,
@@ -119,6 +119,14 @@ class PackedState:
         )  # fmt: skip
         self._count_write()
         return out
+
+    def addressed(self) -> list[torch.Tensor]:
+        """What :meth:`update` reads and writes at addresses that may change, the tables apart."""
+        return [*self.tensors.values()] if self._slots is None else [*self.tensors.values(), self._slots]
+
+    def _number_slots(self, device: torch.device) -> None:
+        if self._slots is None or self._slots.shape[0] != self.rows or self._slots.device != device:
+            self._slots = torch.arange(self.rows, dtype=torch.int32, device=device)
 
     def _allocate(self, rows: int, device: torch.device) -> None:
         heads, layout = self.plan.heads, self.layout

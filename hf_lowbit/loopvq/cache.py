@@ -6,7 +6,7 @@ written once. A query therefore sees position p as a code iff ``S <= p < S + n_c
 the forward pass began; a long prompt goes through in chunks, so that earlier chunks are already codes.
 
 Forward passes are of two kinds: chunks (:class:`_Chunk`) know their lengths on the host; steps of one token per row
-(:class:`~.decode.DecodeStep`) have them on the device only, and run as CUDA graphs where they can (:mod:`.graph`).
+(:class:`~.decode.DecodeStep`) have them on the device only, and run as CUDA graphs where they can (:mod:`hf_lowbit.graphs`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hf_lowbit_kernels import (
 
 from ..config import PAGE, check_integer
 from ..errors import FallbackError
+from ..graphs import StepGraphs
 from ..protocols import ForcedSchedule
 from .attach import loopvq_codebooks, loopvq_config
 from .codebook import SIDES
 from .decode import DecodeStep
-from .graph import StepGraphs
 from .memory import MemoryReport
 from .spec import LoopSpec, rotate
 from .store import LayerStore

@@ -13,8 +13,8 @@ from hf_lowbit import LoopVQCache
 from hf_lowbit.compat import CACHE_ARG
 from hf_lowbit.errors import FallbackError
 from hf_lowbit.evaluation.storage import _tensors
+from hf_lowbit.graphs import StepGraphs
 from hf_lowbit.loopvq import cache as cache_module
-from hf_lowbit.loopvq.graph import StepGraphs
 
 
 class HostGraphs(StepGraphs):

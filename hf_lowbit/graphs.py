@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: captured once, then replayed without any of the model's Python.
 
 A step may be captured if it is a *static* function of the embeddings: between two calls only the contents of tensors
-change that it reads at fixed addresses (:mod:`.decode`). The first step of a kind runs as usual, on the stream of the
-captures, so that kernels compile and libraries allocate; the second is captured; all later ones are replayed.
+change that it reads at fixed addresses (:mod:`.loopvq.decode`, :mod:`.damp.decode`). The first step of a kind runs as
+usual, on the stream of the captures, so that kernels compile and libraries allocate; the second is captured; all later
+ones are replayed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ..errors import FallbackError
+from .errors import FallbackError
 
 
 Forward = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
-# Hooks of transformers that do nothing unless hidden states are collected, which the KVAttention path does itself.
+# Hooks of transformers that do nothing unless hidden states are collected, which no captured step does that way.
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
 
 
@@ -37,6 +38,7 @@ class StepGraphs:
         keep: asked at each capture for what the graph reads besides the weights and could be freed before it.
 
     Attributes:
+        model: the decoder.
         replays: replayed steps so far.
     """
 
@@ -49,7 +51,7 @@ class StepGraphs:
     ):
         self.wanted = wanted
         self.replays = 0
-        self._model, self._obstacle, self._keep = model, obstacle, keep
+        self.model, self._obstacle, self._keep = model, obstacle, keep
         self._problem: str | None = None
         self._looked = False  # whether _problem is up to date
         self._failure: str | None = None  # of a capture
@@ -61,7 +63,7 @@ class StepGraphs:
         self._captured: dict[Hashable, tuple[Callable[[], None], dict[str, torch.Tensor]]] = {}
 
     def __deepcopy__(self, memo):
-        return type(self)(self._model, self.wanted, self._obstacle, self._keep)
+        return type(self)(self.model, self.wanted, self._obstacle, self._keep)
 
     @property
     def problem(self) -> str | None:
@@ -108,10 +110,11 @@ class StepGraphs:
         Raises:
             FallbackError: ``wanted`` is True and the step cannot be captured. Nothing was computed.
         """
-        reason = self.problem or self._momentary_problem(key)
+        reason = self.problem_now()
+        if key is None and reason is None:
+            reason = "this model's forward_chunk has no graph_key (see hf_lowbit.protocols.KVAttention)"
         if reason is not None:
-            if self.wanted:
-                raise FallbackError(f"cuda_graphs=True, and this step cannot be captured: {reason}.")
+            self.refuse(reason)
             return forward(embeds)
         # One weight's address, at every step: model.to() moves all of them.
         signature = (key, embeds.shape, embeds.dtype, embeds.device, next(self._tensors()).data_ptr())
@@ -140,6 +143,29 @@ class StepGraphs:
         replay()
         self.replays += 1
         return {name: output.clone() for name, output in outputs.items()}
+
+    def refuse(self, reason: str) -> None:
+        """A step is about to run without a graph.
+
+        Raises:
+            FallbackError: ``wanted`` is True.
+        """
+        if self.wanted:
+            raise FallbackError(f"cuda_graphs=True, and this step cannot be captured: {reason}.")
+
+    def problem_now(self) -> str | None:
+        """As `problem`, with what may change at any call."""
+        if self.problem is not None:
+            return self.problem
+        if torch.is_grad_enabled():
+            return "gradients are enabled; call the model under torch.no_grad()"
+        if self.model.training:
+            return "the model is in training mode; call model.eval()"
+        if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return "it is being compiled or captured from outside"
+        if torch.is_autocast_enabled(next(self._tensors()).device.type):
+            return "autocast is on"
+        return None
 
     # -- what a device must be able to do; tests replace these -------------------------------------------------------
 
@@ -193,33 +219,18 @@ class StepGraphs:
             return f"the model is spread over {', '.join(sorted(map(str, devices)))}"
         return self._obstacle or self._hook_problem()
 
-    def _momentary_problem(self, key: Hashable) -> str | None:
-        """As `problem`, for what may change at any call."""
-        if key is None:
-            return "this model's forward_chunk has no graph_key (see hf_lowbit.protocols.KVAttention)"
-        if torch.is_grad_enabled():
-            return "gradients are enabled; call the model under torch.no_grad()"
-        if self._model.training:
-            return "the model is in training mode; call model.eval()"
-        if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            return "it is being compiled or captured from outside"
-        device_type = next(self._tensors()).device.type
-        if torch.is_autocast_enabled(device_type):
-            return "autocast is on"
-        return None
-
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def _tensors(self):
         """All weights and buffers."""
-        yield from self._model.parameters()
-        yield from self._model.buffers()
+        yield from self.model.parameters()
+        yield from self.model.buffers()
 
     def _hook_problem(self) -> str | None:
         """A hook's Python would run at the capture and never again. Hooks of the decoder itself run outside of steps."""
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return "there are global forward hooks"
-        for name, module in self._model.named_modules():
+        for name, module in self.model.named_modules():
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             hooks = [hook for hook in hooks if getattr(hook, "__module__", None) != _HARMLESS_HOOKS]
             if name and (hooks or hasattr(module, "_hf_hook")):
