@@ -6,6 +6,13 @@ Plain PyTorch references on every device; on CUDA Triton kernels where triton is
 from .damp_layout import DampLayout, DampPlan, ErrorFeedback, StochasticRounding
 from .damp_ops import damp_backend, damp_pack, damp_unpack, damp_update
 from .damp_reference import damp_update_reference
+from .elementwise_ops import elementwise_backend, norm_add_norm, rms_norm, rope_store, swiglu
+from .elementwise_reference import (
+    norm_add_norm_reference,
+    rms_norm_reference,
+    rope_store_reference,
+    swiglu_reference,
+)
 from .ops import attention_backend, group_major, vq_decode_attention, vq_encode
 from .rope_tables import RopeTables, build_rope_tables
 from .vq_attention_cuda import entry_major
@@ -27,9 +34,18 @@ __all__ = [
     "damp_unpack",
     "damp_update",
     "damp_update_reference",
+    "elementwise_backend",
     "entry_major",
     "group_major",
     "half_norms",
+    "norm_add_norm",
+    "norm_add_norm_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rope_store",
+    "rope_store_reference",
+    "swiglu",
+    "swiglu_reference",
     "vq_decode",
     "vq_decode_attention",
     "vq_decode_attention_reference",
