@@ -1,6 +1,5 @@
 """Counts what a GPU would have to launch: every PyTorch operation that computes, and every kernel of ours as one."""
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lowbit.loopvq import cache as cache_module
