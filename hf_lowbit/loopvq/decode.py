@@ -13,7 +13,7 @@ import torch
 from hf_lowbit_kernels import rope_store
 
 from ..config import PAGE
-from .codebook import SIDES, LoopVQCodebook
+from .codebook import LoopVQCodebook
 
 
 class StepTensors:
@@ -149,10 +149,7 @@ class DecodeStep:
             return
         at = self.on(window.device)
         rows, pages, slots = at.due_row[: self.pages], at.due_page[: self.pages], at.due_slots[: self.pages]
-        states = window[:, :, rows.unsqueeze(1), :, slots].flatten(0, 1)  # [pages * 8, T_c, 2, H, D]
-        for i, side in enumerate(SIDES):
-            new = codebook.encode(side, block, states[:, :, i].transpose(0, 1))  # [pages * 8, H, NG]
-            codes[i, rows, pages] = new.unflatten(0, (-1, PAGE)).transpose(1, 2)
+        codebook.encode_pages(block, window, codes, rows, pages, slots)
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lowbit.loopvq import cache as cache_module
+from hf_lowbit.loopvq import codebook as codebook_module
 from hf_lowbit.models.ouro import fused as fused_module
 from hf_lowbit_kernels import elementwise_ops, elementwise_reference
 
@@ -49,13 +50,13 @@ class Launches(TorchDispatchMode):
 
 
 def count_as_on_a_gpu(monkeypatch) -> Launches:
-    """From here on "auto" means the kernels (played by their references), and decode attention is one launch."""
+    """From here on "auto" means the kernels, played by their references."""
     launches = Launches()
     for name in KERNELS:
         reference = getattr(elementwise_reference, f"{name}_reference")
         monkeypatch.setattr(elementwise_ops, f"{name}_triton", launches.kernel(name, reference))
     for module in (elementwise_ops, fused_module):
         monkeypatch.setattr(module, "elementwise_backend", lambda *sizes: ("triton", "as on a GPU"))
-    attention = cache_module.vq_decode_attention
-    monkeypatch.setattr(cache_module, "vq_decode_attention", launches.kernel("vq_decode_attention", attention))
+    for module, name in ((cache_module, "vq_decode_attention"), (codebook_module, "vq_encode_pages")):
+        monkeypatch.setattr(module, name, launches.kernel(name, getattr(module, name)))
     return launches

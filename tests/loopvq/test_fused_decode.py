@@ -96,8 +96,8 @@ def test_everything_a_forward_can_return(options, make_coded_model, prompt):
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def launches_per_layer_step(make_coded_model, prompt, monkeypatch, backend, rows):
-    """Of a step that encodes nothing; the difference of two depths, so that what happens once per loop drops out."""
+def launches_per_layer_step(make_coded_model, prompt, monkeypatch, backend, rows=1, length=90):
+    """The difference of two depths, so that what happens once per loop drops out."""
     counts = []
     for depth in (1, 2):
         model = make_coded_model(num_hidden_layers=depth)
@@ -105,15 +105,13 @@ def launches_per_layer_step(make_coded_model, prompt, monkeypatch, backend, rows
             launches = count_as_on_a_gpu(patch)
             state(model).backend = backend
             cache = LoopVQCache(model)
-            model(prompt(90).expand(rows, -1), **{CACHE_ARG: cache})
+            model(prompt(length).expand(rows, -1), **{CACHE_ARG: cache})
             token = torch.full((rows, 1), 7)
             model(token, **{CACHE_ARG: cache})  # makes what later steps find
             with launches:
                 model(token, **{CACHE_ARG: cache})
             counts.append(launches.names)
-    difference = len(counts[1]) - len(counts[0])
-    assert difference % 4 == 0
-    return difference // 4, counts
+    return (len(counts[1]) - len(counts[0])) / 4, counts
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -125,8 +123,14 @@ def test_at_most_nine_launches_per_layer_step(rows, make_coded_model, prompt, mo
     assert len(one) - 4 * 9 <= 32  # once per loop or token: embedding, RoPE's angles, lengths, norms, head
 
 
+def test_a_page_of_codes_is_one_launch_per_layer(make_coded_model, prompt, monkeypatch):
+    # 8 sinks, 64 recent tokens: with the 88th token the second page leaves the window.
+    count, (one, _) = launches_per_layer_step(make_coded_model, prompt, monkeypatch, "auto", length=86)
+    assert one.count("vq_encode_pages") == 1 and count <= 9 + 1 / 4
+
+
 def test_the_counter_counts(make_coded_model, prompt, monkeypatch):
-    count, _ = launches_per_layer_step(make_coded_model, prompt, monkeypatch, "off", 1)
+    count, _ = launches_per_layer_step(make_coded_model, prompt, monkeypatch, "off")
     assert count > 30  # in fp32; casts come on top in bf16
 
 

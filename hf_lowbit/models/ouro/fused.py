@@ -61,18 +61,25 @@ class FusedDecode:
     def prepare(self, model: nn.Module, embeds: torch.Tensor) -> None:
         """Merge projections, if the steps to come would run fused. Before a step: weights must not move inside of one.
 
-        Looks at prompts, and at tokens only if something obvious has changed.
+        Looks at all layers at prompts, and at tokens only if a glance at the first layer shows that something changed.
         """
-        looked = (self.backend, torch.is_grad_enabled(), model.training, model.embed_tokens.weight.data_ptr())
-        if embeds.shape[1] == 1 and looked == self._looked:
+        if torch.compiler.is_compiling() or (embeds.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return  # merged weights would lie in the memory of somebody's graph
+        if embeds.shape[1] == 1 and self._glance(model) == self._looked:
             return
-        self._looked = looked
-        if self._find_problem(model, embeds) is not None:
-            return
-        for layer in model.layers:
-            for linears in (_qkv(layer), _gate_up(layer)):
-                if all(map(_is_plain, linears)) and merged_weight(linears) is None:
-                    self.packings += pack(linears)
+        if self._find_problem(model, embeds) is None:
+            for layer in model.layers:
+                for linears in (_qkv(layer), _gate_up(layer)):
+                    if all(map(_is_plain, linears)) and merged_weight(linears) is None:
+                        self.packings += pack(linears)
+        self._looked = self._glance(model)
+
+    def _glance(self, model: nn.Module) -> tuple:
+        # Not the address alone: after model.cpu().cuda() a weight may lie where it lay before, but never merged.
+        linears = _qkv(model.layers[0])
+        merged = merged_weight(linears) if all(map(_is_plain, linears)) else None
+        address = None if merged is None else merged.data_ptr()
+        return self.backend, torch.is_grad_enabled(), model.training, address
 
     def usable(self, model: nn.Module, embeds: torch.Tensor) -> bool:
         """Whether this step runs fused; sets `problem`."""
@@ -115,6 +122,8 @@ class FusedDecode:
     def _find_problem(self, model: nn.Module, embeds: torch.Tensor) -> str | None:
         if self.backend == "off":
             return "fused_decode.backend is 'off'"
+        if torch.compiler.is_compiling():
+            return "it is being compiled"
         if self.backend == "auto":
             head_dim = model.layers[0].self_attn.head_dim
             available, reason = elementwise_backend(embeds.device, embeds.dtype, embeds.shape[-1], head_dim)
@@ -124,8 +133,6 @@ class FusedDecode:
             return "gradients are enabled; call the model under torch.no_grad()"
         if model.training:
             return "the model is in training mode; call model.eval()"
-        if torch.compiler.is_compiling():
-            return "it is being compiled"
         if torch.is_autocast_enabled(embeds.device.type):
             return "autocast is on"
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:

@@ -18,6 +18,7 @@ from .rope_tables import RopeTables, build_rope_tables
 from .vq_attention_cuda import entry_major
 from .vq_attention_reference import vq_decode_attention_reference
 from .vq_codes import half_norms, vq_decode
+from .vq_encode_pages import PageCoder, vq_encode_pages, vq_encode_pages_reference
 from .vq_encode_reference import vq_encode_reference
 
 
@@ -25,6 +26,7 @@ __all__ = [
     "DampLayout",
     "DampPlan",
     "ErrorFeedback",
+    "PageCoder",
     "RopeTables",
     "StochasticRounding",
     "attention_backend",
@@ -50,5 +52,7 @@ __all__ = [
     "vq_decode_attention",
     "vq_decode_attention_reference",
     "vq_encode",
+    "vq_encode_pages",
+    "vq_encode_pages_reference",
     "vq_encode_reference",
 ]
