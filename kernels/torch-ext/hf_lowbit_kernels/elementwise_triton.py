@@ -8,6 +8,10 @@ import triton
 import triton.language as tl
 
 
+# Products round before they are added, as in PyTorch. Otherwise LLVM makes one bf16 fma of both, whatever casts say.
+ROUND_EACH = {"enable_fp_fusion": False}
+
+
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Same contract as `hf_lowbit_kernels.rms_norm`."""
     return _norm(x, weight, None, None, eps, eps)[1]
@@ -34,8 +38,8 @@ def swiglu_triton(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return out
     block = min(1024, triton.next_power_of_2(size))
     _swiglu_kernel[gate.shape[0], triton.cdiv(size, block)](
-        gate, up, out, gate.stride(0), up.stride(0), size, BLOCK=block, num_warps=_warps(block)
-    )
+        gate, up, out, gate.stride(0), up.stride(0), size, BLOCK=block, num_warps=_warps(block), **ROUND_EACH
+    )  # fmt: skip
     return out
 
 
@@ -67,8 +71,7 @@ def rope_store_triton(
         cos.stride(0) if cos.shape[0] > 1 else 0, sin.stride(0) if sin.shape[0] > 1 else 0,
         *keys.stride()[:3], *values.stride()[:3], slot.stride(0),
         QUERY_HEADS=query_heads, HEADS=heads, HALF=half, BLOCK=triton.next_power_of_2(half), TILE=tile,
-        ROTATE_KEY=rotate_key, num_warps=_warps(tile * half),
-        enable_fp_fusion=False,  # products round before they are added, in fp32 too
+        ROTATE_KEY=rotate_key, num_warps=_warps(tile * half), **ROUND_EACH,
     )  # fmt: skip
     return out
 
@@ -95,7 +98,7 @@ def _norm(x, weight, residual, next_weight, eps: float, next_eps: float):
     _norm_kernel[(x.shape[0],)](
         x, weight, residual, weight if next_weight is None else next_weight, out if total is None else total, out,
         x.stride(0), residual.stride(0), eps, next_eps,
-        SIZE=size, BLOCK=block, ADD=total is not None, num_warps=_warps(block),
+        SIZE=size, BLOCK=block, ADD=total is not None, num_warps=_warps(block), **ROUND_EACH,
     )  # fmt: skip
     return total, out
 
