@@ -7,9 +7,12 @@ downloaded, calibrated or prefilled. Both sides are the native Ouro classes and 
 
 The full-precision side gets every advantage: keys rotated once, memory preallocated, exactly N tokens attended to (a new
 one replaces the oldest) by whichever backend of scaled_dot_product_attention is fastest here, a CUDA graph of its own.
+"bf16" also runs the fused layers (hf_lowbit/models/ouro/fused.py), "bf16 stock" the layers as they are; --compile adds
+what a user of transformers has, ``generate(cache_implementation="static")``, which compiles the forward pass.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -30,6 +33,7 @@ from hf_lowbit.loopvq.graph import StepGraphs
 from hf_lowbit.loopvq.grouping import Grouping
 from hf_lowbit.loopvq.spec import LoopSpec, rotate
 from hf_lowbit.models.ouro import OuroConfig, OuroForCausalLM
+from hf_lowbit_kernels import rope_store
 
 
 SDPA = {
@@ -43,7 +47,10 @@ SDPA = {
 class FullPrecisionCache(Cache):
     """K and V of N tokens for every (step, layer), at fixed addresses: ``[T * L, 2, B, H, N, D]`` in model dtype."""
 
-    def __init__(self, model, batch: int, tokens: int, backend: SDPBackend, graphs: bool | None = None):
+    def __init__(
+        self, model, batch: int, tokens: int, backend: SDPBackend, graphs: bool | None = None, fused: bool = True
+    ):
+        self.fused = fused  # whether RoPE and the writes are one kernel too
         self.spec = LoopSpec.of(model)
         weight = self.spec.layers[0].k_proj.weight
         shape = (self.spec.slots, 2, batch, self.spec.kv_heads, tokens, self.spec.head_dim)
@@ -72,10 +79,15 @@ class FullPrecisionCache(Cache):
 
     def attend(self, query, key, value, cos, sin, *, layer, step, module) -> torch.Tensor:
         keys, values = self.states[step * len(self.spec.layers) + layer]
-        keys.index_copy_(2, self.place, rotate(key, cos, sin))
-        values.index_copy_(2, self.place, value)
-        out = attention(self.backend, rotate(query, cos, sin), keys, values)
-        return out.transpose(1, 2)
+        if self.fused:
+            token = (query[:, :, 0], key[:, :, 0], value[:, :, 0], cos[:, 0], sin[:, 0])
+            place = self.place.expand(len(query))
+            query = rope_store(*token, keys, values, place, rotate_key=True).unsqueeze(2)
+        else:
+            keys.index_copy_(2, self.place, rotate(key, cos, sin))
+            values.index_copy_(2, self.place, value)
+            query = rotate(query, cos, sin)
+        return attention(self.backend, query, keys, values).transpose(1, 2)
 
 
 def attention(backend: SDPBackend, query, keys, values) -> torch.Tensor:
@@ -179,19 +191,24 @@ def filled_loopvq_cache(model, batch: int, tokens: int, **options) -> hf_lowbit.
     return cache
 
 
-def measure(model, cache, args, batch: int, tokens: int) -> dict:
-    """Milliseconds per token, through generate and of the model's forward alone."""
-    ids = torch.randint(1, args.vocab, (batch, tokens + 1), device=args.device)
+def generated(model, args, batch: int, tokens: int, **options) -> dict:
+    """Milliseconds per token through generate, after a text of ``tokens`` tokens a row."""
+    ids = torch.randint(1, args.vocab, (batch, tokens), device=args.device)
     clock = Clock()
     model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.steps, do_sample=False, eos_token_id=None,
-        streamer=clock, **{CACHE_ARG: cache},
+        streamer=clock, **options,
     )  # fmt: skip
     skip = min(32, args.steps // 2)  # until every kind of step is captured
     gaps = [b - a for a, b in zip(clock.times[skip:], clock.times[skip + 1 :])]
     pages = [sum(gaps[i : i + PAGE]) / PAGE for i in range(0, len(gaps) - PAGE + 1, PAGE)]  # one of 8 steps encodes
-    result = {"tpot_ms": 1e3 * statistics.median(pages), "tpot_ms_single_step": 1e3 * statistics.median(gaps)}
-    token = ids[:, :1].contiguous()
+    return {"tpot_ms": 1e3 * statistics.median(pages), "tpot_ms_single_step": 1e3 * statistics.median(gaps)}
+
+
+def measure(model, cache, args, batch: int, tokens: int) -> dict:
+    """Milliseconds per token, through generate and of the model's forward alone."""
+    result = generated(model, args, batch, tokens + 1, **{CACHE_ARG: cache})
+    token = torch.randint(1, args.vocab, (batch, 1), device=args.device)
     with torch.no_grad():
         synchronize(args.device)
         start = time.perf_counter()
@@ -204,8 +221,22 @@ def measure(model, cache, args, batch: int, tokens: int) -> dict:
                 for _ in range(PAGE):
                     model(token, **{CACHE_ARG: cache})
                 synchronize(args.device)
-            print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70))
+            print_kernels(profile, tokens=PAGE, layer_steps=PAGE * args.layers * args.loops)
     return result
+
+
+def print_kernels(profile, tokens: int, layer_steps: int, rows: int = 16) -> None:
+    """The kernels that take longest, per layer step: the share of launches and of time that each has."""
+    kernels = [k for k in profile.key_averages() if k.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda k: -k.self_device_time_total)
+    count, total = sum(k.count for k in kernels), sum(k.self_device_time_total for k in kernels)
+    print(f"  {'launches':>8} {'us each':>8} {'us':>8}   per layer step")
+    for k in kernels[:rows]:
+        each, time_ = k.self_device_time_total / k.count, k.self_device_time_total / layer_steps
+        print(f"  {k.count / layer_steps:8.3f} {each:8.2f} {time_:8.2f}   {k.key[:90]}")
+    print(
+        f"  {count / layer_steps:8.3f} {'':8} {total / layer_steps:8.2f}   all; {total / tokens / 1e3:.3f} ms a token"
+    )
 
 
 def synchronize(device: str) -> None:
@@ -231,6 +262,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128, help="tokens to generate")
     parser.add_argument("--bits", type=float, nargs="*", default=[0.5, 0.25])
     parser.add_argument("--eager", action="store_true", help="LoopVQ without graphs too")
+    parser.add_argument("--stock", action="store_true", help="both sides also with the layers' own small kernels")
+    parser.add_argument("--compile", action="store_true", help="also transformers' own compiled static cache")
     parser.add_argument("--no-baseline", action="store_true", help="leave out the full-precision cache")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each case")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -241,8 +274,10 @@ def main() -> None:
     model = build(args)
     rows = []
 
-    def case(name: str, tokens: int, make, **extra) -> None:
+    def case(name: str, tokens: int, make, fused: bool = True, **extra) -> None:
+        gc.collect()  # the cache before, which its slots refer to
         synchronize(args.device)
+        model.model.fused_decode.backend = "auto" if fused else "off"
         before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         if args.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -251,6 +286,7 @@ def main() -> None:
         row |= measure(model, cache, args, args.batch, tokens) | extra
         graphs = cache.graphs if isinstance(cache, FullPrecisionCache) else cache._graphs
         row |= {"replayed": graphs.replays, "peak_bytes": peak(args.device) - before}
+        row["not_fused"] = model.model.fused_decode.problem
         if graphs.replays == 0:
             row["no_graphs"] = graphs.problem
         rows.append(row)
@@ -259,27 +295,47 @@ def main() -> None:
             f"(forward {row['forward_ms']:.3f}), {row['replayed']} replays, {row['peak_bytes'] / 2**30:.2f} GiB"
         )
 
+    def compiled_case(tokens: int) -> None:
+        """What transformers offers by itself; may not run (memory, a compiler) and must not stop the rest."""
+        row = {"cache": "bf16 compiled", "tokens": tokens, "batch": args.batch}
+        gc.collect()
+        try:
+            row |= generated(model, args, args.batch, tokens, cache_implementation="static")
+            row["compiled"] = getattr(model, "_compiled_call", None) is not None
+            print(f"{row['cache']:<16} {tokens:>7} tokens x {args.batch}: {row['tpot_ms']:.3f} ms per token")
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {error}"
+            print(f"{row['cache']:<16} {tokens:>7} tokens: did not run ({row['failed'][:300]})")
+        rows.append(row)
+
+    both = [True, False] if args.stock else [True]
     for tokens in lengths:
         if not args.no_baseline:
             best, times = fastest_attention(model, args.batch, tokens)
             print("  SDPA:", ", ".join(f"{name} {value:.1f} us" for name, value in times.items()), "->", best)
-            case(
-                "bf16", tokens, lambda: FullPrecisionCache(model, args.batch, tokens, SDPA[best]),
-                sdpa=best, sdpa_us=times,
-            )  # fmt: skip
+            for fused in both:
+
+                def full_precision():
+                    return FullPrecisionCache(model, args.batch, tokens, SDPA[best], fused=fused)
+
+                case("bf16" if fused else "bf16 stock", tokens, full_precision, fused, sdpa=best, sdpa_us=times)
+            if args.compile:
+                compiled_case(tokens)
     for bits in args.bits:
         attach_random_codebooks(model, bits)
         for tokens in lengths:
-            for graphs in [None, False] if args.eager else [None]:
-                name = f"loopvq {bits:g}" + ("" if graphs is None else " eager")
-                case(name, tokens, lambda: filled_loopvq_cache(model, args.batch, tokens, cuda_graphs=graphs))
+            for fused, graphs in [(fused, None) for fused in both] + ([(True, False)] if args.eager else []):
+                name = f"loopvq {bits:g}" + ("" if fused else " stock") + ("" if graphs is None else " eager")
+                case(name, tokens, lambda: filled_loopvq_cache(model, args.batch, tokens, cuda_graphs=graphs), fused)
                 rows[-1]["backend"] = hf_lowbit.LoopVQCache(model).backend
 
-    full = {row["tokens"]: row["tpot_ms"] for row in rows if row["cache"] == "bf16"}
-    for row in rows:
-        if row["tokens"] in full:
-            row["tpot_ratio"] = row["tpot_ms"] / full[row["tokens"]]
-            print(f"{row['cache']:<16} {row['tokens']:>7} tokens: {row['tpot_ratio']:.3f} of bf16")
+    for baseline in ("bf16", "bf16 stock", "bf16 compiled"):
+        full = {row["tokens"]: row.get("tpot_ms") for row in rows if row["cache"] == baseline}
+        for row in rows:
+            if full.get(row["tokens"]) and "tpot_ms" in row and row["cache"] != baseline:
+                ratio = row["tpot_ms"] / full[row["tokens"]]
+                row.setdefault("tpot_ratio", {})[baseline] = ratio
+                print(f"{row['cache']:<20} {row['tokens']:>7} tokens: {ratio:.3f} of {baseline}")
     device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     report = {
         "device": device,

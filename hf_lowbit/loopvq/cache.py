@@ -304,18 +304,17 @@ class LoopVQCache(Cache):
         if self._stores is None:
             self._allocate(key.shape[0], key.dtype)
         store = self._stores[layer]
-        query = rotate(query, cos, sin)
         size = self.grouping.steps_per_code
         block, place = divmod(step, size)
         if isinstance(chunk, DecodeStep):
-            chunk.write(store.window[step], key, value)
+            query = chunk.rotate_and_write(query, key, value, cos, sin, store.window[step])
             out = self._decode(store, query, layer, step, module.scaling)
             if place == size - 1:
                 window = store.window[block * size : step + 1]
                 chunk.encode(window, store.codes[block], self.codebooks[layer], block)
         else:
             store.pending[step] = (key, value)
-            out = self._prefill(store, query, key, value, cos, sin, layer, step, module.scaling)
+            out = self._prefill(store, rotate(query, cos, sin), key, value, cos, sin, layer, step, module.scaling)
             if place == size - 1:
                 self._commit(store, layer, block)
         return out
@@ -502,7 +501,7 @@ class LoopVQCache(Cache):
         codebook, at = self.codebooks[layer], self._chunk.on(query.device)
         table = codebook.staged_table if self.backend == "cuda" else codebook.table
         out = vq_decode_attention(
-            query[:, :, 0],
+            query,
             store.codes[block, 0],
             store.codes[block, 1],
             table("key", step),

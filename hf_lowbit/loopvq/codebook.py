@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from hf_lowbit_kernels import PageCoder, vq_encode_pages
+
 from .encoder import encode, entry_norms
 from .grouping import Grouping
 
@@ -78,6 +80,30 @@ class LoopVQCodebook(nn.Module):
         """Codes uint8 ``[N, H, NG]`` of one block's states ``[T_c, N, H, D]`` (keys before RoPE)."""
         metric, norms = self._encoder(side, block)
         return encode(states, self.block_tables(side, block), norms, metric)
+
+    def encode_pages(
+        self,
+        block: int,
+        window: torch.Tensor,
+        codes: torch.Tensor,
+        rows: torch.Tensor,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """:meth:`encode` of pages of keys and values where they lie, in one kernel.
+
+        Args:
+            block: whose steps the window's are.
+            window: ``[T_c, 2, B, H, S + R, D]``.
+            codes: ``[2, B, pages, H, 8, NG]``, of the block; changed in place.
+            rows, pages: int64 ``[n]``.
+            slots: int64 ``[n, 8]``, window indices of a page's tokens.
+        """
+        coders = []
+        for side in SIDES:
+            metric, norms = self._encoder(side, block)
+            coders.append(PageCoder(self.block_tables(side, block), norms, metric))
+        vq_encode_pages(window, codes, *coders, rows, pages, slots)
 
     def _encoder(self, side: Side, block: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Metric and norms, kept until a buffer changes (another tensor, or written in place): never stale."""

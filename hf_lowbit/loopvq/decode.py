@@ -10,8 +10,10 @@ from collections.abc import Iterable
 
 import torch
 
+from hf_lowbit_kernels import rope_store
+
 from ..config import PAGE
-from .codebook import SIDES, LoopVQCodebook
+from .codebook import LoopVQCodebook
 
 
 class StepTensors:
@@ -20,7 +22,7 @@ class StepTensors:
     Attributes:
         length, coded: int32 ``[B]``; tokens with the current one, and coded tokens.
         position: int64 ``[B, 1]`` of the current token.
-        row, slot: int64 ``[B]``; row numbers, and where in the window the current token goes.
+        slot: int64 ``[B]``; where in the window the current token goes.
         due_row, due_page, due_slot: int64 ``[B]``; of each page that this step encodes: its row, its index among the
             row's pages, and the window index of its first token.
         due_slots: int64 ``[B, 8]``; window indices of its tokens.
@@ -30,7 +32,6 @@ class StepTensors:
         self._sent = torch.zeros((7, batch), dtype=torch.int64, device=device)
         self._counts = torch.zeros((2, batch), dtype=torch.int32, device=device)
         self._place = torch.arange(PAGE, device=device)
-        self.row = torch.arange(batch, device=device)
         self.due_slots = torch.zeros((batch, PAGE), dtype=torch.int64, device=device)
         self.length, self.coded = self._counts
         position, self.slot, self.due_row, self.due_page, self.due_slot = self._sent[2:]
@@ -51,7 +52,7 @@ class StepTensors:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self._sent, self._counts, self._place, self.row, self.due_slots))
+        return sum(t.nbytes for t in (self._sent, self._counts, self._place, self.due_slots))
 
 
 class DecodeStep:
@@ -112,11 +113,28 @@ class DecodeStep:
         for tensors in self._tensors.values():
             tensors.derive()
 
-    def write(self, window: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the token's key and value ``[B, H, 1, D]`` into one loop step's window ``[2, B, H, S + R, D]``."""
-        at = self.on(window.device)
-        window[0, at.row, :, at.slot] = key[:, :, 0]
-        window[1, at.row, :, at.slot] = value[:, :, 0]
+    def rotate_and_write(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        window: torch.Tensor,
+    ) -> torch.Tensor:
+        """Put the token's key and value into one loop step's window, and rotate its query, in one kernel.
+
+        Args:
+            query: ``[B, Hq, 1, D]`` before RoPE.
+            key, value: ``[B, H, 1, D]``, kept as they are: keys before RoPE.
+            cos, sin: ``[B or 1, 1, D]``.
+            window: ``[2, B, H, S + R, D]``.
+
+        Returns:
+            ``[B, Hq, D]``.
+        """
+        token = (query[:, :, 0], key[:, :, 0], value[:, :, 0], cos[:, 0], sin[:, 0])
+        return rope_store(*token, window[0], window[1], self.on(window.device).slot, rotate_key=False)
 
     def encode(self, window: torch.Tensor, codes: torch.Tensor, codebook: LoopVQCodebook, block: int) -> None:
         """Turn the due pages of one block into codes.
@@ -131,10 +149,7 @@ class DecodeStep:
             return
         at = self.on(window.device)
         rows, pages, slots = at.due_row[: self.pages], at.due_page[: self.pages], at.due_slots[: self.pages]
-        states = window[:, :, rows.unsqueeze(1), :, slots].flatten(0, 1)  # [pages * 8, T_c, 2, H, D]
-        for i, side in enumerate(SIDES):
-            new = codebook.encode(side, block, states[:, :, i].transpose(0, 1))  # [pages * 8, H, NG]
-            codes[i, rows, pages] = new.unflatten(0, (-1, PAGE)).transpose(1, 2)
+        codebook.encode_pages(block, window, codes, rows, pages, slots)
 
     @property
     def nbytes(self) -> int:

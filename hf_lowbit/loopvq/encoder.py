@@ -1,6 +1,7 @@
 """The encoder: nearest entry of the rounded tables, under the artifact's metric.
 
-The one place that decides which code a token gets, used by serving, by fine-tuning and by tests of both.
+The one place that decides which code a token gets, used by serving, by fine-tuning and by tests of both. Decode steps do
+the same, with the same metric, tables and norms, in one kernel (`vq_encode_pages`).
 """
 
 from __future__ import annotations

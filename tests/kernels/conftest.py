@@ -58,7 +58,24 @@ def _round_fma_once_in_the_interpreter():
     InterpreterBuilder.create_fma = create_fma
 
 
+def _round_to_bf16_in_the_interpreter():
+    """Triton's interpreter cuts fp32 off where it becomes bf16; hardware rounds to nearest, ties to even."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.cast_impl
+
+    def cast_impl(self, src, dst_type):
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return original(self, src, dst_type)
+        rounded = torch.tensor(src.data).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
+        return TensorHandle(rounded, dst_type.scalar)
+
+    InterpreterBuilder.cast_impl = cast_impl
+
+
 if HAS_TRITON and not ON_GPU:
+    _round_to_bf16_in_the_interpreter()
     _let_interpreter_loop_over_loaded_bounds()
     _round_fma_once_in_the_interpreter()
 

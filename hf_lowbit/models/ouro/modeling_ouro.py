@@ -40,6 +40,7 @@ from ...generation import LowBitGenerationMixin
 from ...protocols import KVAttention
 from ..looped_cache import extend_cache
 from .configuration_ouro import OuroConfig
+from .fused import FusedDecode
 
 
 logger = logging.get_logger(__name__)
@@ -318,6 +319,7 @@ class OuroModel(OuroPreTrainedModel):
         self.rotary_emb = OuroRotaryEmbedding(config=config)
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)
         self.gradient_checkpointing = False
+        self.fused_decode = FusedDecode(replaces=(OuroDecoderLayer, OuroAttention, OuroMLP, OuroRMSNorm))
 
         self.post_init()
 
@@ -466,6 +468,7 @@ class OuroModel(OuroPreTrainedModel):
             )
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        self.fused_decode.prepare(self, inputs_embeds)
 
         def forward_chunk(chunk_embeds: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
             layer_states: list[torch.Tensor] | None = [] if output_hidden_states else None
@@ -476,6 +479,7 @@ class OuroModel(OuroPreTrainedModel):
                 output_loop_states,
                 kv_attention=cache,
                 layer_states=layer_states,
+                fused=chunk_embeds.shape[1] == 1 and self.fused_decode.usable(self, chunk_embeds),
             )
             if layer_states is not None:
                 layer_states[-1] = fields["last_hidden_state"]
@@ -483,7 +487,8 @@ class OuroModel(OuroPreTrainedModel):
             return fields
 
         # No exit rule reads anything on the host, so that every one of them can be captured in a CUDA graph.
-        forward_chunk.graph_key = (self, exit_rule, output_loop_states, bool(output_hidden_states))
+        options = (exit_rule, output_loop_states, bool(output_hidden_states))
+        forward_chunk.graph_key = (self, *options, *self.fused_decode.key)
         fields = cache.run(inputs_embeds, attention_mask, forward_chunk)
         if output_hidden_states:
             names = [f"hidden_states.{i}" for i in range(self.config.num_cache_slots + 1)]
@@ -497,12 +502,14 @@ class OuroModel(OuroPreTrainedModel):
         exit_rule: ExitRule,
         output_loop_states: bool,
         layer_states: list[torch.Tensor] | None = None,
+        fused: bool = False,
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
         """All T loops over `[B, n, hidden]` embeddings.
 
         Args:
             layer_states: if a list, the embeddings and every layer's output are appended to it.
+            fused: run the layers through `fused_decode`; `kwargs` hold `kv_attention`.
 
         Returns:
             `last_hidden_state` `[B, n, hidden]`; with `output_loop_states` also `loop_hidden_states`
@@ -516,18 +523,24 @@ class OuroModel(OuroPreTrainedModel):
         if layer_states is not None:
             layer_states.append(hidden_states)
 
+        layers = self.layers[: self.config.num_hidden_layers]
         for step in range(self.config.total_ut_steps):
-            for decoder_layer in self.layers[: self.config.num_hidden_layers]:
-                hidden_states = decoder_layer(
-                    hidden_states,
-                    position_embeddings=position_embeddings,
-                    position_ids=position_ids,
-                    step=step,
-                    **kwargs,
+            if fused:
+                hidden_states = self.fused_decode.loop(
+                    layers, self.norm, hidden_states, position_embeddings, step, kwargs["kv_attention"], layer_states
                 )
-                if layer_states is not None:
-                    layer_states.append(hidden_states)
-            hidden_states = self.norm(hidden_states)
+            else:
+                for decoder_layer in layers:
+                    hidden_states = decoder_layer(
+                        hidden_states,
+                        position_embeddings=position_embeddings,
+                        position_ids=position_ids,
+                        step=step,
+                        **kwargs,
+                    )
+                    if layer_states is not None:
+                        layer_states.append(hidden_states)
+                hidden_states = self.norm(hidden_states)
             if not keep_steps:
                 loops.clear()
             loops.append(hidden_states)

@@ -1,0 +1,236 @@
+"""One-token steps of Ouro in few launches: merged projections, and one kernel for all that lies between two matrices.
+
+A decode step reads every weight once for one token a row, so a kernel that only adds or normalizes costs its launch and
+latency. Fused, a layer step is nine launches instead of about fifty: q, k, v in one matrix; RoPE with the cache's write;
+attention; o_proj; norm, residual, norm; gate and up in one matrix; SwiGLU; down_proj; norm, residual, next layer's norm.
+
+Merged matrices cost no memory: the parameters become views of one storage, once, and keep names, shapes and gradients.
+Moving the model undoes that, and the next prompt merges again. Projections that are not plain `nn.Linear`s (LoRA,
+quantized weights, hooks) are called one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
+from transformers.activations import SiLUActivation
+
+from hf_lowbit_kernels import elementwise_backend, norm_add_norm, rms_norm, swiglu
+
+from ...protocols import KVAttention
+
+
+# Hooks of transformers that do nothing unless hidden states are collected, which the KVAttention path does itself.
+_HARMLESS_HOOKS = "transformers.utils.output_capturing"
+
+
+class FusedDecode:
+    """Whether and how the one-token steps of a decoder run fused, with a KVAttention cache and without gradients.
+
+    Results differ from the layers' own only by the order of sums (in norms and matrices); roundings are the same.
+
+    Args:
+        replaces: the classes of the modules whose `forward` is not called in a fused step.
+
+    Attributes:
+        backend: "auto": fused where the kernels run (CUDA). "off": never. "triton", "reference": force that
+            implementation of the small operations.
+        problem: why the last one-token step did not run fused, or None.
+        packings: how often weights were moved to a common storage. CUDA graphs captured before read freed memory.
+    """
+
+    def __init__(self, replaces: tuple[type[nn.Module], ...]):
+        self.backend = "auto"
+        self.problem: str | None = None
+        self.packings = 0
+        self._replaces = replaces
+        self._looked: tuple | None = None
+
+    def __repr__(self) -> str:
+        return f"FusedDecode(backend={self.backend!r}, problem={self.problem!r})"
+
+    @property
+    def key(self) -> tuple:
+        """What a captured step depends on."""
+        return self.backend, self.packings
+
+    def prepare(self, model: nn.Module, embeds: torch.Tensor) -> None:
+        """Merge projections, if the steps to come would run fused. Before a step: weights must not move inside of one.
+
+        Looks at all layers at prompts, and at tokens only if a glance at the first layer shows that something changed.
+        """
+        if torch.compiler.is_compiling() or (embeds.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return  # merged weights would lie in the memory of somebody's graph
+        if embeds.shape[1] == 1 and self._glance(model) == self._looked:
+            return
+        if self._find_problem(model, embeds) is None:
+            for layer in model.layers:
+                for linears in (_qkv(layer), _gate_up(layer)):
+                    if all(map(_is_plain, linears)) and merged_weight(linears) is None:
+                        self.packings += pack(linears)
+        self._looked = self._glance(model)
+
+    def _glance(self, model: nn.Module) -> tuple:
+        # Not the address alone: after model.cpu().cuda() a weight may lie where it lay before, but never merged.
+        linears = _qkv(model.layers[0])
+        merged = merged_weight(linears) if all(map(_is_plain, linears)) else None
+        address = None if merged is None else merged.data_ptr()
+        return self.backend, torch.is_grad_enabled(), model.training, address
+
+    def usable(self, model: nn.Module, embeds: torch.Tensor) -> bool:
+        """Whether this step runs fused; sets `problem`."""
+        self.problem = self._find_problem(model, embeds)
+        return self.problem is None
+
+    def loop(
+        self,
+        layers: Sequence[nn.Module],
+        last_norm: nn.Module,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        step: int,
+        cache: KVAttention,
+        layer_states: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """One loop step over `[B, 1, hidden]`: all layers, then `last_norm`.
+
+        Args:
+            layer_states: if a list, every layer's output is appended to it.
+        """
+        backend = self.backend
+        norms = [layer.input_layernorm for layer in layers[1:]] + [last_norm]
+        first = layers[0].input_layernorm
+        normed = rms_norm(hidden_states, first.weight, first.variance_epsilon, backend=backend)
+        for layer, following in zip(layers, norms):
+            attended = _attention(layer.self_attn, normed, position_embeddings, step, cache)
+            hidden_states, normed = _norm_add_norm(
+                attended, layer.input_layernorm_2, hidden_states, layer.post_attention_layernorm, backend
+            )
+            gate, up = _project(normed, _gate_up(layer))
+            out = layer.mlp.down_proj(swiglu(gate, up, backend=backend))
+            hidden_states, normed = _norm_add_norm(
+                out, layer.post_attention_layernorm_2, hidden_states, following, backend
+            )
+            if layer_states is not None:
+                layer_states.append(hidden_states)
+        return normed
+
+    def _find_problem(self, model: nn.Module, embeds: torch.Tensor) -> str | None:
+        if self.backend == "off":
+            return "fused_decode.backend is 'off'"
+        if torch.compiler.is_compiling():
+            return "it is being compiled"
+        if self.backend == "auto":
+            head_dim = model.layers[0].self_attn.head_dim
+            available, reason = elementwise_backend(embeds.device, embeds.dtype, embeds.shape[-1], head_dim)
+            if available == "reference":
+                return reason
+        if torch.is_grad_enabled():
+            return "gradients are enabled; call the model under torch.no_grad()"
+        if model.training:
+            return "the model is in training mode; call model.eval()"
+        if torch.is_autocast_enabled(embeds.device.type):
+            return "autocast is on"
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "there are global forward hooks"
+        for name, module in _replaced(model):
+            if type(module) not in self._replaces:
+                return f"{name} is a {type(module).__name__}"
+            if _is_hooked(module):
+                return f"{name} has forward hooks or a forward of its own"
+            for parameter in module.parameters(recurse=False):
+                if (parameter.dtype, parameter.device) != (embeds.dtype, embeds.device):
+                    return f"{name} is {parameter.dtype} on {parameter.device}, the states are not"
+        for activation in (layer.mlp.act_fn for layer in model.layers):
+            if not isinstance(activation, (nn.SiLU, SiLUActivation)) or _is_hooked(activation):
+                return f"the activation is {type(activation).__name__}, not a plain SiLU"
+        return None
+
+
+def merged_weight(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
+    """`[sum of out_features, in_features]`, the weights as one matrix, or None if they do not lie one after another."""
+    first = linears[0].weight
+    storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    for linear in linears:
+        weight = linear.weight
+        follows = weight.untyped_storage().data_ptr() == storage and weight.storage_offset() == end
+        if not follows or weight.dtype != first.dtype or not weight.is_contiguous():
+            return None
+        end += weight.numel()
+    columns = first.shape[1]
+    rows = (end - first.storage_offset()) // columns
+    return first.detach().as_strided((rows, columns), (columns, 1))
+
+
+@torch.no_grad()
+def pack(linears: Sequence[nn.Linear]) -> bool:
+    """Move the weights to one storage, in which they follow each other; False if they are not of one kind."""
+    weights = [linear.weight for linear in linears]
+    if len({(weight.dtype, weight.device, weight.shape[1]) for weight in weights}) > 1:
+        return False
+    with torch.inference_mode(False):  # parameters that training can go on with
+        packed = torch.cat([weight.detach() for weight in weights])
+        for weight, part in zip(weights, packed.split([len(weight) for weight in weights])):
+            weight.data = part
+    return True
+
+
+def _attention(attention, normed, position_embeddings, step: int, cache: KVAttention) -> torch.Tensor:
+    """`[B, 1, hidden]` after `o_proj`; as OuroAttention with a KVAttention."""
+    shape = (*normed.shape[:-1], -1, attention.head_dim)
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+    query, key, value = (part.view(shape).transpose(1, 2) for part in _project(normed, linears))
+    out = cache.attend(query, key, value, *position_embeddings, layer=attention.layer_idx, step=step, module=attention)
+    return attention.o_proj(out.reshape(*normed.shape[:-1], -1))
+
+
+def _project(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
+    """Every linear's output; parts of one product where that is possible."""
+    weight = merged_weight(linears) if all(map(_is_plain, linears)) else None
+    if weight is None:
+        return [linear(x) for linear in linears]
+    return F.linear(x, weight).split([linear.out_features for linear in linears], dim=-1)
+
+
+def _norm_add_norm(x, norm, residual, following, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return norm_add_norm(
+        x, norm.weight, residual, following.weight, norm.variance_epsilon, following.variance_epsilon, backend=backend
+    )
+
+
+def _qkv(layer) -> tuple[nn.Module, ...]:
+    return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
+
+
+def _gate_up(layer) -> tuple[nn.Module, ...]:
+    return layer.mlp.gate_proj, layer.mlp.up_proj
+
+
+def _replaced(model):
+    """Name and module of everything whose `forward` a fused step does not call."""
+    yield "norm", model.norm
+    for i, layer in enumerate(model.layers):
+        yield f"layers.{i}", layer
+        for name, module in layer.named_children():
+            yield f"layers.{i}.{name}", module
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether `linear(x)` is `x @ linear.weight.T` and nothing else."""
+    if type(linear) is not nn.Linear or linear.bias is not None or _is_hooked(linear):
+        return False
+    weight = linear.weight
+    return type(weight) is nn.Parameter and type(weight.data) is torch.Tensor and not weight.is_inference()
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return (
+        any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks)
+        or hasattr(module, "_hf_hook")
+        or "forward" in module.__dict__
+    )

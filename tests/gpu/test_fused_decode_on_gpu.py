@@ -1,0 +1,93 @@
+"""Fused decode steps with their kernels and as CUDA graphs, against the layers' own operations."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "loopvq"))
+
+from loopvq_models import build_model, random_codebooks  # noqa: E402
+
+from hf_lowbit import LoopVQCache, LoopVQConfig  # noqa: E402
+from hf_lowbit.compat import CACHE_ARG  # noqa: E402
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+# Norm of the difference of logits over their norm. fp32: order of sums. bf16: a last bit that went the other way.
+APART = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+def coded_model(dtype=torch.bfloat16, **sizes):
+    sizes = {"head_dim": 128, **sizes}
+    return random_codebooks(build_model(**sizes), LoopVQConfig(bits=0.5)).to("cuda", dtype)
+
+
+def steps(model, backend, rows=1, count=24, **options):
+    """Logits of single tokens after a prompt, and the cache."""
+    model.model.fused_decode.backend = backend
+    cache = LoopVQCache(model, **options)
+    ids = torch.randint(1, 89, (rows, 90), generator=torch.Generator().manual_seed(0)).cuda()
+    with torch.no_grad():
+        model(ids, **{CACHE_ARG: cache})
+        tokens = [torch.full((rows, 1), i + 1, device="cuda") for i in range(count)]
+        return torch.stack([model(token, **{CACHE_ARG: cache}).logits for token in tokens]).float(), cache
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("dtype", APART, ids=str)
+def test_fused_steps_equal_the_layers(dtype, rows):
+    model = coded_model(dtype, num_key_value_heads=1 if rows == 3 else 2)
+    expected, _ = steps(model, "off", rows, cuda_graphs=False)
+    found, _ = steps(model, "auto", rows, cuda_graphs=False)
+    assert model.model.fused_decode.problem is None and model.model.fused_decode.packings == 4
+    assert (found - expected).norm() < APART[dtype] * expected.norm()
+
+
+def test_replayed_steps_equal_eager_ones():
+    model = coded_model()
+    expected, _ = steps(model, "auto", cuda_graphs=False)
+    found, cache = steps(model, "auto", cuda_graphs=True)
+    assert cache.graph_replays >= 24 - 4 and model.model.fused_decode.problem is None
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    again, other = steps(model, "auto", cuda_graphs=True)
+    assert torch.equal(again, found) and model.model.fused_decode.packings == 4
+
+
+def test_a_moved_model_is_merged_and_captured_again():
+    model = coded_model()
+    expected, _ = steps(model, "auto", cuda_graphs=True)
+    cache = LoopVQCache(model, cuda_graphs=True)
+    ids = torch.randint(1, 89, (1, 90), generator=torch.Generator().manual_seed(0)).cuda()
+    logits = []
+    with torch.no_grad():
+        model(ids, **{CACHE_ARG: cache})
+        for i in range(24):
+            if i == 12:
+                model.cpu().cuda()
+                torch.empty(2**24, device="cuda").fill_(float("nan"))  # over memory that was freed
+            logits.append(model(torch.full((1, 1), i + 1, device="cuda"), **{CACHE_ARG: cache}).logits)
+    torch.testing.assert_close(torch.stack(logits).float(), expected, atol=1e-3, rtol=1e-3)
+    assert model.model.fused_decode.packings == 8
+
+
+def kernels_of_a_step(model, backend):
+    model.model.fused_decode.backend = backend
+    _, cache = steps(model, backend, cuda_graphs=True)
+    token = torch.full((1, 1), 7, device="cuda")
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        model(token, **{CACHE_ARG: cache})
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    return sum(kernel.count for kernel in profile.key_averages() if kernel.device_type == cuda)
+
+
+def test_a_layer_step_is_a_dozen_kernels():
+    """Nine launches; a matrix product of one row may be two kernels where cuBLAS splits its sum."""
+    counts = {}
+    for backend in ("off", "auto"):
+        one, two = (kernels_of_a_step(coded_model(num_hidden_layers=depth), backend) for depth in (1, 2))
+        counts[backend] = (two - one) / 4
+    assert 7 <= counts["auto"] <= 13 and counts["off"] > 25, counts
