@@ -3,6 +3,7 @@
 # make test-gpu  the whole suite with this machine's own python and packages (needs CUDA)
 # make bench-kernels  time the kernels against PyTorch's attention (needs CUDA)
 # make bench-damp  time the DAMP update against flash-linear-attention's FP32 kernels (needs CUDA and fla)
+# make bench-gpu  all tables of `hf-lowbit bench` into docs/benchmarks, with a summary and a plot (needs CUDA)
 # make lint      ruff
 # make clean     remove what these targets made
 
@@ -14,7 +15,7 @@ OLDEST := $(VENV)/oldest-$(OLDEST_TRANSFORMERS)
 TEST_ENV := env -u CUDA_VISIBLE_DEVICES OMP_NUM_THREADS=1 TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-latest test-oldest test-gpu bench-kernels bench-damp lint format clean
+.PHONY: demo test test-latest test-oldest test-gpu bench-kernels bench-damp bench-gpu lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-lowbit demo
@@ -31,10 +32,13 @@ test-gpu:
 	PYTHONPATH=.:kernels/torch-ext $(PYTHON) -m pytest -m "gpu or not gpu" $(PYTEST_ARGS)
 
 bench-kernels:
-	PYTHONPATH=kernels/torch-ext $(PYTHON) kernels/benchmarks/bench_vq_attention.py --json docs/benchmarks/vq_attention.json
+	PYTHONPATH=kernels/torch-ext $(PYTHON) -m hf_lowbit_kernels.benchmarks.vq_attention --json docs/benchmarks/vq_attention.json
 
 bench-damp:
-	PYTHONPATH=kernels/torch-ext $(PYTHON) kernels/benchmarks/bench_damp_update.py --json docs/benchmarks/damp_update.json $(BENCH_ARGS)
+	PYTHONPATH=kernels/torch-ext $(PYTHON) -m hf_lowbit_kernels.benchmarks.damp_update --json docs/benchmarks/damp_update.json $(BENCH_ARGS)
+
+bench-gpu:
+	PYTHONPATH=.:kernels/torch-ext $(PYTHON) -m hf_lowbit.cli bench all --json docs/benchmarks $(BENCH_ARGS)
 
 lint: $(VENV)/.linter
 	$(BIN)/ruff check .

@@ -9,10 +9,10 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from . import calibrate, demo, evaluate, generate, inspect, sample
+from . import bench, calibrate, demo, evaluate, generate, inspect, sample
 
 
-COMMANDS = {module.NAME: module for module in (calibrate, sample, generate, inspect, evaluate, demo)}
+COMMANDS = {module.NAME: module for module in (calibrate, sample, generate, inspect, evaluate, bench, demo)}
 
 USER_ERROR = 2  # as argparse: the input is wrong, not the program
 

@@ -1,6 +1,6 @@
 """Time one decoding step on packed DAMP states against flash-linear-attention's FP32 kernels, per layer.
 
-    PYTHONPATH=kernels/torch-ext python kernels/benchmarks/bench_damp_update.py --json damp_update.json
+    python -m hf_lowbit_kernels.benchmarks.damp_update --json damp_update.json
 
 Gated DeltaNet with 16 key and 32 value heads, KDA with 32 heads, states of 128 x 128. Every layout is checked against the
 reference before it is timed. Times are medians of CUDA graph replays; a graph steps through the states of several layers,
@@ -22,9 +22,9 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
-from bench_vq_attention import guarded
 
-from hf_lowbit_kernels import DampLayout, DampPlan, damp_backend, damp_pack, damp_unpack, damp_update_reference
+from .. import DampLayout, DampPlan, damp_backend, damp_pack, damp_unpack, damp_update, damp_update_reference
+from .timing import guarded, median_us
 
 
 KEY_DIM = VALUE_DIM = 128
@@ -37,6 +37,7 @@ LAYOUTS = {
     "int8+16": DampLayout(KEY_DIM, VALUE_DIM, 16),
     "int4z+16": DampLayout(KEY_DIM, VALUE_DIM, 16, 4, zero_point=True),
 }
+IN_GRAPH = 24  # calls: a millisecond or more, against the graph's own launch
 MEASURED = "int8+16"  # the paper's layout: the one that --sweep tunes
 ROTATION_BYTES = 4 * 60e6  # four times the L2 that an H200 reports
 # Relative norms of the outputs (fp32 sums, rounded to bf16) and of the state where codes agree (single fp16 values may round the other way),
@@ -66,13 +67,13 @@ def layers_for(batch: int) -> int:
 
 
 def make_launch(rows, num_warps, max_registers, streaming):
-    from hf_lowbit_kernels.damp_triton import DampLaunch
+    from ..damp_triton import DampLaunch
 
     return DampLaunch(rows, num_warps, max_registers, streaming)
 
 
 def default_launch(layout: DampLayout):
-    from hf_lowbit_kernels.damp_triton import damp_launch
+    from ..damp_triton import damp_launch
 
     return damp_launch(layout)
 
@@ -85,12 +86,12 @@ def make_plan(device="cuda") -> DampPlan:
     return DampPlan.from_rows(rows, KEY_DIM, VALUE_DIM, perm_v=perm_v, column_scale=scale).to(device)
 
 
-def make_inputs(kind: str, batch: int, seed: int) -> tuple[torch.Tensor, ...]:
+def make_inputs(kind: str, batch: int, seed: int, device="cuda") -> tuple[torch.Tensor, ...]:
     """query, key, value, g, beta as a model makes them: bf16, g fp32."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape):
-        return torch.randn(shape, generator=generator, device="cuda")
+        return torch.randn(shape, generator=generator, device=device)
 
     shape = (batch, HEADS) if kind == "gdn" else (batch, HEADS, KEY_DIM)
     qk = randn(2, batch, KEY_HEADS[kind], KEY_DIM).bfloat16()
@@ -99,7 +100,10 @@ def make_inputs(kind: str, batch: int, seed: int) -> tuple[torch.Tensor, ...]:
 
 
 def update(records, indices, inputs, plan, layout, launch=None):
-    from hf_lowbit_kernels.damp_triton import damp_update_triton
+    """What users get, or the Triton kernel with a launch configuration."""
+    if launch is None:
+        return damp_update(records, indices, *inputs, plan, layout)
+    from ..damp_triton import damp_update_triton
 
     return damp_update_triton(records, indices, *inputs, plan, layout, scale=KEY_DIM**-0.5, launch=launch)
 
@@ -128,15 +132,15 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def check(kind: str, name: str, launch=None) -> dict:
+def check(kind: str, name: str, launch=None, device="cuda") -> dict:
     """Kernel against reference on random states and inputs."""
-    layout, plan, batch = LAYOUTS[name], make_plan(), 3
-    generator = torch.Generator("cuda").manual_seed(7)
-    size = torch.exp2(2 * torch.randn(1, HEADS, KEY_DIM, 1, generator=generator, device="cuda"))
-    state = size * torch.randn(batch, HEADS, KEY_DIM, VALUE_DIM, generator=generator, device="cuda")
+    layout, plan, batch = LAYOUTS[name], make_plan(device), 3
+    generator = torch.Generator(device).manual_seed(7)
+    size = torch.exp2(2 * torch.randn(1, HEADS, KEY_DIM, 1, generator=generator, device=device))
+    state = size * torch.randn(batch, HEADS, KEY_DIM, VALUE_DIM, generator=generator, device=device)
     records = damp_pack(state, plan, layout)
-    inputs = make_inputs(kind, batch, 8)
-    indices = torch.tensor([2, 0, 1], dtype=torch.int32, device="cuda")
+    inputs = make_inputs(kind, batch, 8, device)
+    indices = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
     expected_records = records.clone()
     expected = damp_update_reference(expected_records, indices, *inputs, plan, layout, scale=KEY_DIM**-0.5)
     out = update(records, indices, inputs, plan, layout, launch)
@@ -167,34 +171,6 @@ def check_fla(kind: str, step) -> float:
     return error
 
 
-def median_us(calls, budget_s: float) -> float:
-    """Median time of one call in microseconds. What the calls return is kept, so that each has its own memory."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    calls = calls * max(1, 24 // len(calls))  # a millisecond or more, against the graph's own launch
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-    for _ in range(2):
-        graph.replay()
-    torch.cuda.synchronize()
-    times, deadline = [], time.monotonic() + budget_s
-    while len(times) < 7 or (time.monotonic() < deadline and len(times) < 400):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    del graph, kept
-    return statistics.median(times)
-
-
 def copy_rate() -> float:
     """Bytes read and written per second by a device copy of 4 GB, outside a graph: one launch takes 2 ms."""
     source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
@@ -210,19 +186,21 @@ def copy_rate() -> float:
     return 2 * 2**32 / statistics.median(times[2:])
 
 
-def bench_ours(kind: str, batch: int, name: str, budget_s: float, launch=None) -> dict:
-    layout, plan = LAYOUTS[name], make_plan()
-    indices = torch.arange(batch, dtype=torch.int32, device="cuda")
+def bench_ours(kind: str, batch: int, name: str, budget_s: float, launch=None, device="cuda") -> dict:
+    """One of our layouts, over the states of several layers."""
+    layout, plan = LAYOUTS[name], make_plan(device)
+    indices = torch.arange(batch, dtype=torch.int32, device=device)
     calls = []
-    state = torch.randn(1, HEADS, KEY_DIM, VALUE_DIM, device="cuda")
+    state = torch.randn(1, HEADS, KEY_DIM, VALUE_DIM, device=device)
     packed = damp_pack(state, plan, layout)
-    for layer in range(layers_for(batch)):
+    for layer in range(layers_for(batch) if device != "cpu" else 2):
         records = packed.repeat(batch, 1, 1, 1)
-        inputs = make_inputs(kind, batch, layer)
+        inputs = make_inputs(kind, batch, layer, device)
         calls.append(lambda r=records, i=inputs: update(r, indices, i, plan, layout, launch))
-    us = median_us(calls, budget_s)
+    us = median_us(calls, budget_s, device=device, in_graph=IN_GRAPH)
     moved = 2 * batch * HEADS * layout.state_bytes
-    return {"us": us, "bytes": moved, "tb_s": moved / us / 1e6, "bits": layout.bits_per_value}
+    backend = "triton" if launch is not None else damp_backend(device, torch.bfloat16, layout)[0]
+    return {"us": us, "backend": backend, "bytes": moved, "tb_s": moved / us / 1e6, "bits": layout.bits_per_value}
 
 
 def bench_fla(kind: str, batch: int, copy: bool, budget_s: float, step) -> dict:
@@ -237,7 +215,7 @@ def bench_fla(kind: str, batch: int, copy: bool, budget_s: float, step) -> dict:
     for layer in range(layers_for(batch)):
         state = torch.randn(batch, HEADS, KEY_DIM, VALUE_DIM, device="cuda")
         calls.append(lambda s=state, i=make_inputs(kind, batch, layer): call(s, i))
-    us = median_us(calls, budget_s)
+    us = median_us(calls, budget_s, in_graph=IN_GRAPH)
     moved = (4 if copy else 2) * batch * HEADS * KEY_DIM * VALUE_DIM * 4
     return {"us": us, "bytes": moved, "tb_s": moved / us / 1e6, "bits": 32.0}
 
@@ -308,10 +286,12 @@ def main() -> int:
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--kinds", default="gdn,kda")
     parser.add_argument(
-        "--sweep", action="store_true", help="try launch configurations first; the table uses the best"
+        "--sweep",
+        action="store_true",
+        help="try launch configurations of the Triton kernel first; the table uses the best",
     )
     parser.add_argument(
-        "--launch", help="rows,num_warps,max_registers,streaming of our arms but fp32, such as 8,1,168,0"
+        "--launch", help="our arms but fp32 on the Triton kernel: rows,num_warps,max_registers,streaming, as 8,1,168,0"
     )
     parser.add_argument("--skip-fla", action="store_true")
     args = parser.parse_args()
@@ -353,7 +333,10 @@ def main() -> int:
     # The fp32 state takes more registers and keeps its own configuration.
     configs = {name: None if name == "fp32" else config for name in LAYOUTS}
     launches = {name: chosen and make_launch(*chosen) for name, chosen in configs.items()}
-    results["launch"] = str(launches[MEASURED] or default_launch(LAYOUTS[MEASURED]))
+    backend = "triton" if launches[MEASURED] else damp_backend("cuda", torch.bfloat16, LAYOUTS[MEASURED])[0]
+    results["backend"] = backend
+    if backend == "triton":
+        results["launch"] = str(launches[MEASURED] or default_launch(LAYOUTS[MEASURED]))
     compile_all([(kind, name, configs[name]) for kind in kinds for name in LAYOUTS])
 
     for kind in kinds:

@@ -1,6 +1,6 @@
 """Time VQ decode attention against PyTorch's bf16 SDPA, one layer and one loop step, 16 heads x 128.
 
-    PYTHONPATH=kernels/torch-ext python kernels/benchmarks/bench_vq_attention.py --json vq_attention.json
+    python -m hf_lowbit_kernels.benchmarks.vq_attention --json vq_attention.json
 
 Each shape is checked against the reference before it is timed. Times are medians of CUDA graph replays; a graph holds
 several calls on rotating inputs that together exceed the L2 cache. GB/s counts codes, tables and window once.
@@ -9,17 +9,15 @@ several calls on rotating inputs that together exceed the L2 cache. GB/s counts 
 import argparse
 import json
 import math
-import statistics
 import sys
 import time
-import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_lowbit_kernels import (
+from .. import (
     attention_backend,
     build_rope_tables,
     entry_major,
@@ -29,74 +27,63 @@ from hf_lowbit_kernels import (
     vq_decode_attention_reference,
     vq_encode,
     vq_encode_reference,
-)  # fmt: skip
+)
+from .timing import guarded, median_us
 
 
-HEADS, DIM, SINKS, WINDOW, PAGE, LOOP_GROUP = 16, 128, 8, 64, 8, 4
+SINKS, WINDOW, PAGE, LOOP_GROUP = 8, 64, 8, 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Heads and their dimension, of Ouro by default, and where the tensors live."""
+
+    heads: int = 16
+    dim: int = 128
+    device: str = "cuda"
+
+    def rope(self, tokens: int):
+        inv_freq = 1e6 ** (-torch.arange(0, self.dim, 2) / self.dim)
+        return build_rope_tables(inv_freq, tokens + PAGE, device=self.device)
+
+
+OURO = Sizes()
 SHAPES = [(1, 2048), (1, 8192), (1, 32768), (4, 32768), (16, 2048), (64, 6144)]
 SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
 }
 ROTATION_BYTES = 160e6  # three times the 50 MB L2 of an H200
 MAX_SETS = 32
 TOLERANCE = 2e-5 + 2.0**-7  # fp32 sums, one rounding to bf16 of outputs of size <= 1
 
 
-def median_us(calls, budget_s: float) -> float:
-    """Median time of one call in microseconds; ``calls`` are functions on different inputs of the same size."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    repeats = max(1, 8 // len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    graph.replay()
-    torch.cuda.synchronize()
-    times, deadline = [], time.monotonic() + budget_s
-    while len(times) < 5 or (time.monotonic() < deadline and len(times) < 200):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (repeats * len(calls)))
-    del graph
-    return statistics.median(times)
-
-
-def vq_inputs(batch: int, tokens: int, channels: int, seed: int) -> dict:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    device, groups = "cuda", DIM // channels
+def vq_inputs(sizes: Sizes, batch: int, tokens: int, channels: int, seed: int) -> dict:
+    heads, dim, device = sizes.heads, sizes.dim, sizes.device
+    generator, groups = torch.Generator(device).manual_seed(seed), dim // channels
     coded = PAGE * ((tokens - 1 - SINKS - WINDOW) // PAGE)
 
     def randn(*shape, dtype):
         return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
     def codes():
-        shape = (batch, coded // PAGE, HEADS, PAGE, groups)
+        shape = (batch, coded // PAGE, heads, PAGE, groups)
         return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
 
     slots = SINKS + WINDOW + PAGE
     return {
-        "query": randn(batch, HEADS, DIM, dtype=torch.bfloat16),
+        "query": randn(batch, heads, dim, dtype=torch.bfloat16),
         "k_codes": codes(),
         "v_codes": codes(),
-        "k_table": randn(HEADS, groups, 256, channels, dtype=torch.float16),
-        "v_table": randn(HEADS, groups, 256, channels, dtype=torch.float16),
-        "k_window": randn(batch, HEADS, slots, DIM, dtype=torch.bfloat16),
-        "v_window": randn(batch, HEADS, slots, DIM, dtype=torch.bfloat16),
+        "k_table": randn(heads, groups, 256, channels, dtype=torch.float16),
+        "v_table": randn(heads, groups, 256, channels, dtype=torch.float16),
+        "k_window": randn(batch, heads, slots, dim, dtype=torch.bfloat16),
+        "v_window": randn(batch, heads, slots, dim, dtype=torch.bfloat16),
         "lengths": torch.full((batch,), tokens, dtype=torch.int32, device=device),
         "n_coded": torch.full((batch,), coded, dtype=torch.int32, device=device),
-        "scale": DIM**-0.5,
+        "scale": dim**-0.5,
         "max_coded": coded,
     }
 
@@ -106,7 +93,10 @@ def vq_bytes(inputs: dict) -> int:
     return sum(inputs[name].numel() * inputs[name].element_size() for name in names)
 
 
-def sets_for(size: float) -> int:
+def sets_for(size: float, device: str) -> int:
+    """Input sets to rotate over; one where no cache is to be defeated."""
+    if device == "cpu":
+        return 1
     return min(MAX_SETS, max(1, math.ceil(ROTATION_BYTES / size)))
 
 
@@ -118,16 +108,18 @@ def in_layouts_of(backend: str, inputs: dict) -> dict:
     return inputs | codes | {name: entry_major(inputs[name]) for name in ("k_table", "v_table")}
 
 
-def bench_vq(batch: int, tokens: int, channels: int, rope, options: dict, budget_s: float) -> dict:
+def bench_vq(sizes: Sizes, batch: int, tokens: int, channels: int, rope, options: dict, budget_s: float) -> dict:
+    """Decode attention over codes, checked against the reference, then timed."""
     if "backend" in options:
         run = vq_decode_attention
     else:
-        from hf_lowbit_kernels.vq_attention_triton import vq_decode_attention_triton as run
+        from ..vq_attention_triton import vq_decode_attention_triton as run
 
     backend = options.get("backend", "triton")
-    first = vq_inputs(batch, tokens, channels, 0)
+    first = vq_inputs(sizes, batch, tokens, channels, 0)
     size = vq_bytes(first)
-    inputs = [first] + [vq_inputs(batch, tokens, channels, seed) for seed in range(1, sets_for(size))]
+    inputs = [first]
+    inputs += [vq_inputs(sizes, batch, tokens, channels, seed) for seed in range(1, sets_for(size, sizes.device))]
     inputs = [in_layouts_of(backend, one) for one in inputs]
     out = run(**inputs[0], rope=rope, **options)
     rows = range(min(batch, 2))  # the reference decodes everything: two rows are enough
@@ -135,25 +127,28 @@ def bench_vq(batch: int, tokens: int, channels: int, rope, options: dict, budget
     error = (out[: len(rows)].float() - vq_decode_attention_reference(**few, rope=rope).float()).abs().max().item()
     if not error <= TOLERANCE:  # also catches NaN
         raise AssertionError(f"kernel and reference differ by {error:.3e}, allowed {TOLERANCE:.3e}")
-    us = median_us([lambda i=i: run(**i, rope=rope, **options) for i in inputs], budget_s)
+    calls = [lambda i=i: run(**i, rope=rope, **options) for i in inputs]
+    us = median_us(calls, budget_s, device=sizes.device)
     return {"us": us, "backend": backend, "gb_s": size / us / 1e3, "bytes": size, "max_error": error}
 
 
-def bench_sdpa(batch: int, tokens: int, budget_s: float) -> dict:
+def bench_sdpa(sizes: Sizes, batch: int, tokens: int, budget_s: float) -> dict:
     """Every SDPA backend on the bf16 cache. A decode query attends to all keys, hence no mask."""
-    size = 2 * batch * HEADS * tokens * DIM * 2
-    shape = (batch, HEADS, tokens, DIM)
+    size = 2 * batch * sizes.heads * tokens * sizes.dim * 2
+    shape = (batch, sizes.heads, tokens, sizes.dim)
     sets = []
-    for _ in range(sets_for(size)):
-        key = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        query = torch.randn(batch, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16)
+    for _ in range(sets_for(size, sizes.device)):
+        key = torch.randn(shape, device=sizes.device, dtype=torch.bfloat16)
+        query = torch.randn(batch, sizes.heads, 1, sizes.dim, device=sizes.device, dtype=torch.bfloat16)
         sets.append((query, key, torch.randn_like(key)))
     times = {}
     for name, backend in SDPA.items():
+        if name == "math" and times:
+            continue  # plain PyTorch, for devices without any of the others
         try:
             with sdpa_kernel(backend):
                 calls = [lambda s=s: F.scaled_dot_product_attention(*s) for s in sets]
-                times[name] = median_us(calls, budget_s)
+                times[name] = median_us(calls, budget_s, device=sizes.device)
         except Exception as error:
             print(f"  SDPA {name} at {batch}x{tokens}: {type(error).__name__}: {error}"[:200])
     if not times:
@@ -162,25 +157,31 @@ def bench_sdpa(batch: int, tokens: int, budget_s: float) -> dict:
     return {"us": times[best], "best": best, "all_us": times, "gb_s": size / times[best] / 1e3, "bytes": size}
 
 
-def bench_encode(channels: int, budget_s: float, tokens: int = 2048) -> dict:
-    groups = DIM // channels
-    tables = torch.randn(LOOP_GROUP, HEADS, groups, 256, channels, device="cuda").half()
+def bench_encode(sizes: Sizes, channels: int, budget_s: float, tokens: int = 2048) -> dict:
+    """Encoding of one layer's keys (or values) of one block of loop steps."""
+    groups, device = sizes.dim // channels, sizes.device
+    tables = torch.randn(LOOP_GROUP, sizes.heads, groups, 256, channels, device=device).half()
     norms = half_norms(tables)
-    vectors = [torch.randn(LOOP_GROUP, tokens, HEADS, DIM, device="cuda").bfloat16() for _ in range(5)]
+    vectors = [torch.randn(LOOP_GROUP, tokens, sizes.heads, sizes.dim, device=device).bfloat16() for _ in range(5)]
     codes = vq_encode(vectors[0], tables, norms)
     agreement = (codes == vq_encode_reference(vectors[0], tables, norms)).float().mean().item()
     if agreement < 0.999:
         raise AssertionError(f"codes agree with the reference on {agreement:.4%} only")
-    us = median_us([lambda v=v: vq_encode(v, tables, norms) for v in vectors], budget_s)
-    flops = 2 * tokens * HEADS * groups * 256 * LOOP_GROUP * channels
+    us = median_us([lambda v=v: vq_encode(v, tables, norms) for v in vectors], budget_s, device=device)
+    flops = 2 * tokens * sizes.heads * groups * 256 * LOOP_GROUP * channels
     return {"us": us, "tflops": flops / us / 1e6, "agreement": agreement}
 
 
+def options_for(sizes: Sizes, channels: int) -> dict:
+    """The path that `vq_decode_attention` takes by itself, by name, so that inputs can be laid out for it."""
+    return {"backend": attention_backend(sizes.device, sizes.dim, 1, torch.bfloat16, channels)[0]}
+
+
 def launch_options(rows, splits, warps, stages, channels: int) -> dict:
-    from hf_lowbit_kernels.vq_attention_triton import launch_config
+    from ..vq_attention_triton import launch_config
 
     wanted = {"rows": rows, "splits": splits, "num_warps": warps, "num_stages": stages}
-    config = launch_config(HEADS, 1, DIM, channels)
+    config = launch_config(OURO.heads, 1, OURO.dim, channels)
     return {"config": replace(config, **{name: value for name, value in wanted.items() if value is not None})}
 
 
@@ -197,24 +198,12 @@ def sweep(rope, budget_s: float, channels: int, shape: tuple[int, int], seconds:
         name = {"rows": rows, "num_warps": warps, "splits": splits}
         try:
             options = launch_options(rows, splits, warps, None, channels)
-            result = bench_vq(*shape, channels, rope, options, budget_s)
+            result = bench_vq(OURO, *shape, channels, rope, options, budget_s)
             print(f"  sweep c={channels} {shape[0]}x{shape[1]} {name}: {result['us']:.1f} us", flush=True)
             results.append({**name, "channels": channels, "us": result["us"]})
         except Exception as error:
             print(f"  sweep {name}: {type(error).__name__}: {error}"[:300])
     return results
-
-
-def guarded(label: str, function, *args) -> dict:
-    """One failing configuration must not end the run."""
-    try:
-        return function(*args)
-    except Exception as error:
-        traceback.print_exc(limit=3)
-        print(f"{label} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    finally:
-        torch.cuda.empty_cache()
 
 
 def main() -> int:
@@ -236,20 +225,19 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("This benchmark needs a CUDA device.")
         return 2
-    name, reason = attention_backend("cuda", DIM, 1, torch.bfloat16)
+    name, reason = attention_backend("cuda", OURO.dim, 1, torch.bfloat16)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {name}: {reason}")
     if name == "reference":
         return 2
 
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",")] if args.shapes else SHAPES
     channel_list = [int(c) for c in args.channels.split(",")]
-    inv_freq = 1e6 ** (-torch.arange(0, DIM, 2) / DIM)
-    rope = build_rope_tables(inv_freq, max(n for _, n in shapes) + 8, device="cuda")
+    rope = OURO.rope(max(n for _, n in shapes))
     results = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "heads": HEADS,
-        "head_dim": DIM,
+        "heads": OURO.heads,
+        "head_dim": OURO.dim,
         "attention": [],
         "encode": [],
     }
@@ -267,15 +255,17 @@ def main() -> int:
         label = f"{batch}x{tokens}"
         base = {"error": "skipped"}
         if not args.skip_sdpa:
-            base = guarded(f"SDPA {label}", bench_sdpa, batch, tokens, args.budget)
+            base = guarded(f"SDPA {label}", bench_sdpa, OURO, batch, tokens, args.budget)
         for channels in channel_list:
             backend = args.backend
             if backend == "auto":
-                backend = attention_backend("cuda", DIM, 1, torch.bfloat16, channels)[0]
+                backend = attention_backend("cuda", OURO.dim, 1, torch.bfloat16, channels)[0]
             options = launch_options(args.rows, args.splits, args.warps, args.stages, channels)
             if backend == "cuda":
                 options = {"backend": "cuda", "num_splits": args.splits}
-            ours = guarded(f"VQ {label} c={channels}", bench_vq, batch, tokens, channels, rope, options, args.budget)
+            ours = guarded(
+                f"VQ {label} c={channels}", bench_vq, OURO, batch, tokens, channels, rope, options, args.budget
+            )
             speedup = base["us"] / ours["us"] if "us" in base and "us" in ours else None
             results["attention"].append(
                 {"batch": batch, "tokens": tokens, "channels": channels, "sdpa": base, "vq": ours, "speedup": speedup}
@@ -288,7 +278,7 @@ def main() -> int:
                     flush=True,
                 )
     for channels in channel_list:
-        encode = guarded(f"encode c={channels}", bench_encode, channels, args.budget)
+        encode = guarded(f"encode c={channels}", bench_encode, OURO, channels, args.budget)
         results["encode"].append({"tokens": 2048, "channels": channels, **encode})
         save()
         if "us" in encode:
