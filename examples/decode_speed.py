@@ -26,10 +26,10 @@ from transformers.generation.streamers import BaseStreamer
 import hf_lowbit
 from hf_lowbit.compat import CACHE_ARG
 from hf_lowbit.config import PAGE
+from hf_lowbit.graphs import StepGraphs
 from hf_lowbit.loopvq.attach import attach_loopvq, detach_loopvq
 from hf_lowbit.loopvq.cache import LoopVQSlot
 from hf_lowbit.loopvq.codebook import SIDES, LoopVQCodebook
-from hf_lowbit.loopvq.graph import StepGraphs
 from hf_lowbit.loopvq.grouping import Grouping
 from hf_lowbit.loopvq.spec import LoopSpec, rotate
 from hf_lowbit.models.ouro import OuroConfig, OuroForCausalLM
