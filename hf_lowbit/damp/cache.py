@@ -29,7 +29,8 @@ from .spec import DeltaLayer, DeltaSpec
 from .state import ROUNDINGS, PackedState, select_rows
 
 
-BACKENDS = ("auto", "triton", "reference", "model")
+FAST_BACKENDS = ("cuda", "triton")
+BACKENDS = ("auto", *FAST_BACKENDS, "reference", "model")
 
 _NO_CROP = (
     "a DAMPStateCache cannot drop tokens: a recurrent state holds the whole past in one matrix, and earlier states are not "
@@ -152,8 +153,8 @@ class DAMPStateCache(StepCache):
         rounding: of the low rows at every write: "nearest", "stochastic" or "error_feedback"; None takes the
             calibration's (without one: nearest).
         seed: of stochastic rounding; None takes the calibration's (without one: 0).
-        backend: "triton" or "reference" force a path of the packed update, "model" decodes the state, calls the model's
-            own one-token function in FP32 and packs again; "auto" is triton where it runs, else reference.
+        backend: "cuda", "triton" or "reference" force a path of the packed update, "model" decodes the state, calls the
+            model's own one-token function in FP32 and packs again; "auto" is the first of them that runs.
         strict: raise instead of falling back when the update cannot run on the Triton kernel.
         prefill_chunk_size: longest piece of a prompt in one forward pass, for whoever feeds the model: a cache sees only
             the pieces it is given. None: whole prompts.
@@ -163,7 +164,7 @@ class DAMPStateCache(StepCache):
             grows by a half or a third whenever it is used up. A longer text still makes it grow.
 
     Attributes:
-        backend: "triton", "reference" or "model".
+        backend: "cuda", "triton", "reference" or "model".
 
     Raises:
         TypeError: the model has no gated delta-rule layers.
@@ -207,15 +208,17 @@ class DAMPStateCache(StepCache):
         if prefill_chunk_size is not None:
             check_integer("prefill_chunk_size", prefill_chunk_size, 1, or_none="whole prompts")
         self.rounding, self.prefill_chunk_size = rounding, prefill_chunk_size
-        self.backend = _choose_backend(spec, backend, strict)
         plans, layouts = _plans_and_layouts(model, spec, plans, layouts, calibrated)
+        self.backend = _choose_backend(spec, layouts, rounding, backend, strict)
 
         # The model's own text configuration: transformers' table of layer types decides about the attention slots.
         slots = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         for layer, plan, layout in zip(spec.layers, plans, layouts, strict=True):
             state = PackedState(plan, layout, rounding=rounding, seed=seed, layer=layer.index, backend=self.backend)
             slots[layer.index] = DampStateLayer(state, strict)
-        obstacle = None if self.backend == "triton" else f"packed states are updated on the slow {self.backend} path"
+        obstacle = (
+            None if self.backend in FAST_BACKENDS else f"packed states are updated on the slow {self.backend} path"
+        )
         super().__init__(model, slots, cuda_graphs=cuda_graphs, max_cache_len=max_cache_len, obstacle=obstacle)
         self._delta = [layer.index for layer in spec.layers]
         # Untouched copies: DynamicLayer.reset() of transformers 5.17 keeps the length, so reset() starts from these.
@@ -419,23 +422,22 @@ def _check_sizes(layer: DeltaLayer, plan: DampPlan, layout: DampLayout) -> None:
         )
 
 
-def _choose_backend(spec: DeltaSpec, asked: str, strict: bool) -> str:
+def _choose_backend(spec: DeltaSpec, layouts: Sequence[DampLayout], rounding: str, asked: str, strict: bool) -> str:
     if asked not in BACKENDS:
         raise ValueError(f"backend={asked!r} must be one of {list(BACKENDS)}.")
     # The largest parameter is a projection; some small ones stay in FP32 in a bf16 model.
     weights = [max(layer.module.parameters(), key=torch.Tensor.numel) for layer in spec.layers]
-    places = [(weight.device, weight.dtype) for weight in weights]
-    name, reason = "triton", ""
-    for device, dtype in dict.fromkeys(places):
-        available, why = damp_backend(device, dtype)
-        if available != "triton":
-            name, reason = available, why
+    places = [(weight.device, weight.dtype, layout) for weight, layout in zip(weights, layouts, strict=True)]
+    found = [damp_backend(*place, nearest=rounding == "nearest") for place in dict.fromkeys(places)]
+    name, reason = max(found, key=lambda choice: BACKENDS.index(choice[0]))  # what all layers have
+    if asked == "cuda" and name != "cuda":
+        raise ValueError(f"backend='cuda' is not possible here ({reason}); use 'auto', which takes {name!r}.")
     if asked != "auto":
         name, reason = asked, f"backend={asked!r} was asked for"
-    if name != "triton":
+    if name not in FAST_BACKENDS:
         if strict:
             raise FallbackError(f"strict=True, and the update of packed states would run on the slow path: {reason}.")
-        if any(device.type == "cuda" for device, _ in places):
+        if any(device.type == "cuda" for device, *_ in places):
             warnings.warn(f"DAMP's update of packed states runs on the slow {name} path: {reason}.", stacklevel=3)
     return name
 

@@ -32,7 +32,7 @@ class PackedState:
         rounding: of the low rows: "nearest", "stochastic" or "error_feedback".
         seed: of stochastic rounding.
         layer: the layer's index, so that layers draw different random numbers.
-        backend: "triton", "reference", or "model" (decode, the model's own recurrence, encode).
+        backend: "cuda", "triton", "reference", or "model" (decode, the model's own recurrence, encode).
 
     Attributes:
         tensors: what belongs to the rows of the batch, each with B first; empty before the first :meth:`encode`.

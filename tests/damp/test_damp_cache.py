@@ -450,7 +450,9 @@ def test_what_cannot_work_is_refused_when_the_cache_is_made():
         make(plans=random_plans(build_model("kimi_linear")))
     with pytest.raises(ValueError, match="its layout is for 16 x 64"):
         make(layouts=DampLayout(16, 64, high_rows=2))
-    with pytest.raises(ValueError, match="backend='cuda'"):
+    with pytest.raises(ValueError, match="backend='gpu'"):
+        make(backend="gpu")
+    with pytest.raises(ValueError, match="backend='cuda' is not possible here .*no kernel for cpu"):
         make(backend="cuda")
     with pytest.raises(ValueError, match="rounding='up'"):
         make(rounding="up")
