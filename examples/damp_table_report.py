@@ -138,6 +138,7 @@ def wanted_ratios(kind: str, rows: int) -> Iterator[tuple[str, str, float | str 
             for other in ("random", "energy", "retention"):
                 yield damp + sr, f"{low}+{rows} {other}{sr}", 1.0
             yield damp + sr, f"{low}+{rows} error{sr}", "spread"
+            yield f"{low}+{rows} readout{sr}", low, None
             for other in ("damp", "energy", "error"):
                 yield f"{low}+{rows} readout{sr}", f"{low}+{rows} {other}{sr}", None
         yield f"{low} sr", low, None
