@@ -216,9 +216,8 @@ class DAMPStateCache(StepCache):
         for layer, plan, layout in zip(spec.layers, plans, layouts, strict=True):
             state = PackedState(plan, layout, rounding=rounding, seed=seed, layer=layer.index, backend=self.backend)
             slots[layer.index] = DampStateLayer(state, strict)
-        obstacle = (
-            None if self.backend in FAST_BACKENDS else f"packed states are updated on the slow {self.backend} path"
-        )
+        slow = self.backend not in FAST_BACKENDS
+        obstacle = f"packed states are updated on the slow {self.backend} path" if slow else None
         super().__init__(model, slots, cuda_graphs=cuda_graphs, max_cache_len=max_cache_len, obstacle=obstacle)
         self._delta = [layer.index for layer in spec.layers]
         # Untouched copies: DynamicLayer.reset() of transformers 5.17 keeps the length, so reset() starts from these.

@@ -22,6 +22,7 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..compat import CACHE_ARG_NAMES, cache_kwargs, make_output
+from ..config import check_integer
 from ..errors import FallbackError
 from ..graphs import StepGraphs
 from .attention import AttentionSlot
@@ -104,8 +105,8 @@ class StepCache(Cache):
     """
 
     def __init__(self, model, slots, *, cuda_graphs=None, max_cache_len=None, obstacle=None):
-        if max_cache_len is not None and max_cache_len < 1:
-            raise ValueError(f"max_cache_len={max_cache_len} must be at least 1 token, or None.")
+        if max_cache_len is not None:
+            check_integer("max_cache_len", max_cache_len, 1, or_none="room that grows in steps")
         super().__init__(layers=[AttentionSlot() if type(slot) is DynamicLayer else slot for slot in slots])
         others = [s for s in self.layers if isinstance(s, CacheLayerMixin) and not isinstance(s, AttentionSlot)]
         if others:

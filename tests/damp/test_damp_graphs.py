@@ -264,8 +264,9 @@ def test_room_grows_and_is_what_generate_needs(small_places):
         model(ids[:, :1], **{CACHE_ARG: kept})
     # In 64s. A step attends to 384 places, but no more will come than 300.
     assert announced.attention_slots[0].capacity == 320 and fixed.attention_slots[0].capacity == 704
-    with pytest.raises(ValueError, match="max_cache_len=0"):
-        packed_cache(model, max_cache_len=0)
+    for wrong in (0, 1.5):
+        with pytest.raises(ValueError, match=f"max_cache_len={wrong}"):
+            packed_cache(model, max_cache_len=wrong)
 
 
 def test_generate_of_a_calibrated_model_announces_its_length(small_places):
