@@ -36,10 +36,11 @@ def steps(model, backend, rows=1, count=24, **options):
         return torch.stack([model(token, **{CACHE_ARG: cache}).logits for token in tokens]).float(), cache
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize(("rows", "few_rows"), [(1, 0), (1, 4), (3, 4), (40, 4)])
 @pytest.mark.parametrize("dtype", APART, ids=str)
-def test_fused_steps_equal_the_layers(dtype, rows):
+def test_fused_steps_equal_the_layers(dtype, rows, few_rows):
     model = coded_model(dtype, num_key_value_heads=1 if rows == 3 else 2)
+    model.model.fused_decode.few_rows = few_rows
     expected, _ = steps(model, "off", rows, cuda_graphs=False)
     found, _ = steps(model, "auto", rows, cuda_graphs=False)
     assert model.model.fused_decode.problem is None and model.model.fused_decode.packings == 4
