@@ -30,11 +30,8 @@ from hf_lowbit_kernels import (
     swiglu,
 )
 
+from ...graphs import has_hooks
 from ...protocols import KVAttention
-
-
-# Hooks of transformers that do nothing unless hidden states are collected, which the KVAttention path does itself.
-_HARMLESS_HOOKS = "transformers.utils.output_capturing"
 
 
 class FusedDecode:
@@ -271,9 +268,4 @@ def _is_plain(linear: nn.Module) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return (
-        any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks)
-        or hasattr(module, "_hf_hook")
-        or "forward" in module.__dict__
-    )
+    return has_hooks(module) or "forward" in module.__dict__
