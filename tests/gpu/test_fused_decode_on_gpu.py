@@ -94,3 +94,11 @@ def test_a_layer_step_is_a_dozen_kernels():
         one, two = (kernels_of_a_step(coded_model(num_hidden_layers=depth), backend) for depth in (1, 2))
         counts[backend] = (two - one) / 4
     assert 7 <= counts["auto"] <= 13 and counts["off"] > 25, counts
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_kernels_run_where_their_tensors_are():
+    from hf_lowbit_kernels import rms_norm
+
+    x, weight = torch.randn(3, 2048, device="cuda:1"), torch.ones(2048, device="cuda:1")
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6, backend="reference"))
