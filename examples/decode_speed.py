@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--bits", type=float, nargs="*", default=[0.5, 0.25])
     parser.add_argument("--eager", action="store_true", help="LoopVQ without graphs too")
     parser.add_argument("--stock", action="store_true", help="both sides also with the layers' own small kernels")
+    parser.add_argument("--few-rows", type=int, default=0, help="batches up to this multiply by few_rows_linear")
     parser.add_argument("--compile", action="store_true", help="also transformers' own compiled static cache")
     parser.add_argument("--no-baseline", action="store_true", help="leave out the full-precision cache")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each case")
@@ -272,6 +273,7 @@ def main() -> None:
     lengths, args.tokens = args.tokens, max(args.tokens)
 
     model = build(args)
+    model.model.fused_decode.few_rows = args.few_rows
     rows = []
 
     def case(name: str, tokens: int, make, fused: bool = True, **extra) -> None:

@@ -231,11 +231,15 @@ class StepGraphs:
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return "there are global forward hooks"
         for name, module in self.model.named_modules():
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            hooks = [hook for hook in hooks if getattr(hook, "__module__", None) != _HARMLESS_HOOKS]
-            if name and (hooks or hasattr(module, "_hf_hook")):
+            if name and has_hooks(module):
                 return f"{name} has forward hooks"
         return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs more than its ``forward``."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks)
 
 
 @functools.cache

@@ -15,9 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_lowbit_kernels import elementwise_triton as kernels
+from hf_lowbit_kernels import few_rows_triton, vq_encode_pages_triton
 
-def ptx(kernel, dtype, constants):
-    scalars = {"eps": "fp32", "next_eps": "fp32", "size": "i32", "slot": "*i64"}
+def ptx(kernel, dtype, constants, others={}):
+    scalars = {"eps": "fp32", "next_eps": "fp32", "size": "i32", "slot": "*i64", **others}
     types = {
         name: "constexpr" if name in constants else scalars.get(name, "i32" if "stride" in name else "*" + dtype)
         for name in kernel.arg_names
@@ -36,6 +37,16 @@ for dtype in ("bf16", "fp16"):
     ]
     for text in texts:
         assert "fma.rn" not in text, [line for line in text.splitlines() if "fma.rn" in line][:3]
+
+# The others need not round in between, but the interpreter takes more than the compiler does.
+weights = {"tokens": "i32", "columns": "i32", "codes": "*u8", "rows": "*i64", "pages": "*i64", "slots": "*i64"}
+weights |= {f"{side}_{name}": kind for side in "kv" for name, kind in dict(tables="*fp16", norms="*fp32", metric="*fp32").items()}
+for glu in (False, True):
+    for even in (False, True):
+        ptx(few_rows_triton._few_rows_kernel, "bf16", dict(SIZE=1536, ROWS=4, BLOCK=1024, GLU=glu, EVEN=even), weights)
+for weighted in (False, True):
+    sizes = dict(HEADS=2, GROUPS=32, C=4, G=16, G_PAD=16, BLOCK=16, WEIGHTED=weighted, PRECISION="ieee")
+    ptx(vq_encode_pages_triton._encode_pages_kernel, "bf16", sizes, weights)
 print("compiled")
 """
 

@@ -5,10 +5,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_lowbit.loopvq import cache as cache_module
 from hf_lowbit.loopvq import codebook as codebook_module
 from hf_lowbit.models.ouro import fused as fused_module
-from hf_lowbit_kernels import elementwise_ops, elementwise_reference
+from hf_lowbit_kernels import elementwise_ops, few_rows
 
 
-KERNELS = ("rms_norm", "norm_add_norm", "swiglu", "rope_store")
+KERNELS = {
+    elementwise_ops: ("rms_norm", "norm_add_norm", "swiglu", "rope_store"),
+    few_rows: ("few_rows_linear", "few_rows_swiglu"),
+}
 NOT_LAUNCHED = ("empty", "detach", "alias", "lift_fresh", "_unsafe_view")
 
 
@@ -52,9 +55,10 @@ class Launches(TorchDispatchMode):
 def count_as_on_a_gpu(monkeypatch) -> Launches:
     """From here on "auto" means the kernels, played by their references."""
     launches = Launches()
-    for name in KERNELS:
-        reference = getattr(elementwise_reference, f"{name}_reference")
-        monkeypatch.setattr(elementwise_ops, f"{name}_triton", launches.kernel(name, reference))
+    for module, names in KERNELS.items():
+        for name in names:
+            reference = getattr(module, f"{name}_reference")
+            monkeypatch.setattr(module, f"{name}_triton", launches.kernel(name, reference))
     for module in (elementwise_ops, fused_module):
         monkeypatch.setattr(module, "elementwise_backend", lambda *sizes: ("triton", "as on a GPU"))
     for module, name in ((cache_module, "vq_decode_attention"), (codebook_module, "vq_encode_pages")):

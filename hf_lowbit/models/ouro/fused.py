@@ -11,7 +11,9 @@ quantized weights, hooks) are called one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,13 +21,17 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 from transformers.activations import SiLUActivation
 
-from hf_lowbit_kernels import elementwise_backend, norm_add_norm, rms_norm, swiglu
+from hf_lowbit_kernels import (
+    elementwise_backend,
+    few_rows_linear,
+    few_rows_swiglu,
+    norm_add_norm,
+    rms_norm,
+    swiglu,
+)
 
+from ...graphs import has_hooks
 from ...protocols import KVAttention
-
-
-# Hooks of transformers that do nothing unless hidden states are collected, which the KVAttention path does itself.
-_HARMLESS_HOOKS = "transformers.utils.output_capturing"
 
 
 class FusedDecode:
@@ -39,12 +45,15 @@ class FusedDecode:
     Attributes:
         backend: "auto": fused where the kernels run (CUDA). "off": never. "triton", "reference": force that
             implementation of the small operations.
+        few_rows: steps of at most so many rows (the batch) multiply by `few_rows_linear` instead of by PyTorch, and
+            SwiGLU is part of its product: eight launches. 0: never.
         problem: why the last one-token step did not run fused, or None.
         packings: how often weights were moved to a common storage. CUDA graphs captured before read freed memory.
     """
 
     def __init__(self, replaces: tuple[type[nn.Module], ...]):
         self.backend = "auto"
+        self.few_rows = 0
         self.problem: str | None = None
         self.packings = 0
         self._replaces = replaces
@@ -56,7 +65,7 @@ class FusedDecode:
     @property
     def key(self) -> tuple:
         """What a captured step depends on."""
-        return self.backend, self.packings
+        return self.backend, self.few_rows, self.packings
 
     def prepare(self, model: nn.Module, embeds: torch.Tensor) -> None:
         """Merge projections, if the steps to come would run fused. Before a step: weights must not move inside of one.
@@ -76,8 +85,7 @@ class FusedDecode:
 
     def _glance(self, model: nn.Module) -> tuple:
         # Not the address alone: after model.cpu().cuda() a weight may lie where it lay before, but never merged.
-        linears = _qkv(model.layers[0])
-        merged = merged_weight(linears) if all(map(_is_plain, linears)) else None
+        merged = _merged(_qkv(model.layers[0]))
         address = None if merged is None else merged.data_ptr()
         return self.backend, torch.is_grad_enabled(), model.training, address
 
@@ -102,16 +110,16 @@ class FusedDecode:
             layer_states: if a list, every layer's output is appended to it.
         """
         backend = self.backend
+        multiply = _few_rows(backend) if len(hidden_states) <= self.few_rows else _many_rows(backend)
         norms = [layer.input_layernorm for layer in layers[1:]] + [last_norm]
         first = layers[0].input_layernorm
         normed = rms_norm(hidden_states, first.weight, first.variance_epsilon, backend=backend)
         for layer, following in zip(layers, norms):
-            attended = _attention(layer.self_attn, normed, position_embeddings, step, cache)
+            attended = _attention(layer.self_attn, normed, position_embeddings, step, cache, multiply)
             hidden_states, normed = _norm_add_norm(
                 attended, layer.input_layernorm_2, hidden_states, layer.post_attention_layernorm, backend
             )
-            gate, up = _project(normed, _gate_up(layer))
-            out = layer.mlp.down_proj(swiglu(gate, up, backend=backend))
+            out = _mlp(layer.mlp, normed, multiply)
             hidden_states, normed = _norm_add_norm(
                 out, layer.post_attention_layernorm_2, hidden_states, following, backend
             )
@@ -179,21 +187,53 @@ def pack(linears: Sequence[nn.Linear]) -> bool:
     return True
 
 
-def _attention(attention, normed, position_embeddings, step: int, cache: KVAttention) -> torch.Tensor:
+class _Products(NamedTuple):
+    """How to multiply, and SwiGLU: of two products, and of one with a merged matrix."""
+
+    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    merged_swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _many_rows(backend: str) -> _Products:
+    pair = functools.partial(swiglu, backend=backend)
+    return _Products(F.linear, pair, lambda x, weight: pair(*F.linear(x, weight).chunk(2, dim=-1)))
+
+
+def _few_rows(backend: str) -> _Products:
+    return _Products(*(functools.partial(op, backend=backend) for op in (few_rows_linear, swiglu, few_rows_swiglu)))
+
+
+def _attention(attention, normed, position_embeddings, step: int, cache: KVAttention, multiply: _Products):
     """`[B, 1, hidden]` after `o_proj`; as OuroAttention with a KVAttention."""
     shape = (*normed.shape[:-1], -1, attention.head_dim)
     linears = (attention.q_proj, attention.k_proj, attention.v_proj)
-    query, key, value = (part.view(shape).transpose(1, 2) for part in _project(normed, linears))
-    out = cache.attend(query, key, value, *position_embeddings, layer=attention.layer_idx, step=step, module=attention)
-    return attention.o_proj(out.reshape(*normed.shape[:-1], -1))
-
-
-def _project(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
-    """Every linear's output; parts of one product where that is possible."""
-    weight = merged_weight(linears) if all(map(_is_plain, linears)) else None
+    weight = _merged(linears)
     if weight is None:
-        return [linear(x) for linear in linears]
-    return F.linear(x, weight).split([linear.out_features for linear in linears], dim=-1)
+        parts = [linear(normed) for linear in linears]
+    else:
+        parts = multiply.linear(normed, weight).split([linear.out_features for linear in linears], dim=-1)
+    query, key, value = (part.view(shape).transpose(1, 2) for part in parts)
+    out = cache.attend(query, key, value, *position_embeddings, layer=attention.layer_idx, step=step, module=attention)
+    return _linear(attention.o_proj, out.reshape(*normed.shape[:-1], -1), multiply)
+
+
+def _mlp(mlp, normed, multiply: _Products) -> torch.Tensor:
+    """As OuroMLP."""
+    weight = _merged((mlp.gate_proj, mlp.up_proj))
+    if weight is None:
+        hidden = multiply.swiglu(mlp.gate_proj(normed), mlp.up_proj(normed))
+    else:
+        hidden = multiply.merged_swiglu(normed, weight)
+    return _linear(mlp.down_proj, hidden, multiply)
+
+
+def _linear(linear: nn.Module, x: torch.Tensor, multiply: _Products) -> torch.Tensor:
+    return multiply.linear(x, linear.weight) if _is_plain(linear) else linear(x)
+
+
+def _merged(linears: Sequence[nn.Module]) -> torch.Tensor | None:
+    return merged_weight(linears) if all(map(_is_plain, linears)) else None
 
 
 def _norm_add_norm(x, norm, residual, following, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,9 +268,4 @@ def _is_plain(linear: nn.Module) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return (
-        any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks)
-        or hasattr(module, "_hf_hook")
-        or "forward" in module.__dict__
-    )
+    return has_hooks(module) or "forward" in module.__dict__

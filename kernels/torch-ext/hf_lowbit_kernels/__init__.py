@@ -13,6 +13,12 @@ from .elementwise_reference import (
     rope_store_reference,
     swiglu_reference,
 )
+from .few_rows import (
+    few_rows_linear,
+    few_rows_linear_reference,
+    few_rows_swiglu,
+    few_rows_swiglu_reference,
+)
 from .ops import attention_backend, group_major, vq_decode_attention, vq_encode
 from .rope_tables import RopeTables, build_rope_tables
 from .vq_attention_cuda import entry_major
@@ -38,6 +44,10 @@ __all__ = [
     "damp_update_reference",
     "elementwise_backend",
     "entry_major",
+    "few_rows_linear",
+    "few_rows_linear_reference",
+    "few_rows_swiglu",
+    "few_rows_swiglu_reference",
     "group_major",
     "half_norms",
     "norm_add_norm",

@@ -179,7 +179,21 @@ def _pick(backend: Backend, kernel, reference, *tensors: torch.Tensor, hidden: i
     if backend == "auto" and problem is not None:
         return reference
     available, reason = elementwise_backend(first.device, first.dtype, hidden, head_dim)
-    return kernel if _choose(backend, available, reason, first.device) == "triton" else reference
+    if _choose(backend, available, reason, first.device) == "reference":
+        return reference
+    return on_device(kernel, first.device)
+
+
+def on_device(kernel, device: torch.device):
+    """``kernel``, launched on that device: Triton launches on the current one, wherever the tensors are."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return kernel
+
+    def guarded(*args, **kwargs):
+        with torch.cuda.device(device):
+            return kernel(*args, **kwargs)
+
+    return guarded
 
 
 def _misfit(tensors: tuple[torch.Tensor, ...]) -> str | None:

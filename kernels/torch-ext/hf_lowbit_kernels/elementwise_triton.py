@@ -139,9 +139,14 @@ def _swiglu_kernel(gate, up, out, stride_gate, stride_up, size, BLOCK: tl.conste
     live = column < size
     g = tl.load(gate + row * stride_gate + column, mask=live, other=0.0)
     u = tl.load(up + row * stride_up + column, mask=live, other=0.0)
-    exact = g.to(tl.float32)
-    silu = (exact / (1.0 + tl.exp(-exact))).to(g.dtype)
-    tl.store(out + row * size + column, (silu.to(tl.float32) * u.to(tl.float32)).to(g.dtype), mask=live)
+    tl.store(out + row * size + column, _silu_product(g, u), mask=live)
+
+
+@triton.jit
+def _silu_product(gate, up):
+    exact = gate.to(tl.float32)
+    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit

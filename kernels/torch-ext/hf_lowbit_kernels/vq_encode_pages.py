@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from .elementwise_ops import on_device
 from .ops import Backend, _check_encode, _choose, _require, attention_backend
 from .vq_encode_reference import vq_encode_reference
 
@@ -77,7 +78,8 @@ def vq_encode_pages(
     if window.stride(-1) != 1:
         raise ValueError(f"window has strides {window.stride()}; the last dimension must be contiguous.")
     name = _choose(backend, available, reason, window.device)
-    run = vq_encode_pages_triton if name == "triton" else vq_encode_pages_reference
+    kernel = name == "triton"
+    run = on_device(vq_encode_pages_triton, window.device) if kernel else vq_encode_pages_reference
     run(window, codes, key, value, rows, pages, slots)
 
 
