@@ -11,9 +11,11 @@
 // and key are packed fp16, their sum over the lanes is fp32 on the tensor cores (a product with ones). Values: packed
 // fp16 within a span, fp32 from span to span. The softmax reference is raised only when a score exceeds it by 2^4.
 //
-// Order of sums: a row's pages are cut into slices, one for each team of 4 warps of the blocks (split, head); a team
-// walks over all rows. Nothing depends on the batch, and partials are merged in a fixed order, so a row alone equals
-// the row in any batch, bit for bit.
+// Order of sums: a row's pages are cut into slices, one for each team of 4 warps of the blocks (split, head), and a slice into
+// four parts. The warps of a team share the slices of a row that holds more than a quarter of all tokens, a part each;
+// other rows they take in turn, one after another all parts of a slice, so that starting and ending a row is paid for
+// once. Parts, then slices, are merged in a fixed order, whoever computed them: a row alone equals the row in any batch,
+// bit for bit.
 //
 // Compiled by NVRTC without headers. Macros: CHANNELS (c: 4 or 8), HALF_INPUT (1: fp16 query and window, 0: bf16).
 
@@ -40,6 +42,7 @@ typedef unsigned long long u64;
 #define WARPS (TEAMS * TEAM)
 #define PARTIAL 132           // floats: 128 outputs, maximum, sum, two unused
 #define NONE -1.0e30f         // finite: a warp without tokens gives exp2(0) * 0 and not NaN
+#define QUAD (4 / SUBS)       // full-precision tokens of a lane at a time: a warp takes four neighbours
 #define HEADROOM 4.0f         // log2: weights stay below 2^4, far from the limits of fp16
 
 #define BUFFERS 4             // rows whose warps' partials may be under way at once
@@ -98,14 +101,6 @@ __device__ __forceinline__ void load_row(float (&x)[C], const float* p) {
         x[e] = f.x; x[e + 1] = f.y; x[e + 2] = f.z; x[e + 3] = f.w;
     }
 }
-__device__ __forceinline__ void load_model_row(float (&x)[C], const u16* p) {
-#pragma unroll
-    for (int e = 0; e < C; e += 4) {
-        uint2 v = *(const uint2*)(p + e);
-        x[e] = from_model(v.x & 0xffff); x[e + 1] = from_model(v.x >> 16);
-        x[e + 2] = from_model(v.y & 0xffff); x[e + 3] = from_model(v.y >> 16);
-    }
-}
 
 struct Softmax {  // of one warp
     float maximum;  // log2 units
@@ -139,33 +134,23 @@ __device__ __forceinline__ int window_slot(int i, int coded, int sinks, int ring
     return i < sinks ? i : sinks + (i + coded - sinks) % ring;
 }
 
-// own: the channels of this lane; other: their RoPE partners.
-// Scaled; partners signed so that one formula rotates both halves.
-__device__ __forceinline__ void unpack_query(
-    float (&own)[C], float (&other)[C], const u32 (&own_bits)[PAIRS], const u32 (&other_bits)[PAIRS], float scale, bool second)
-{
-#pragma unroll
-    for (int e = 0; e < PAIRS; e++) {
-        own[2 * e] = scale * from_model(own_bits[e] & 0xffff);
-        own[2 * e + 1] = scale * from_model(own_bits[e] >> 16);
-        other[2 * e] = (second ? -scale : scale) * from_model(other_bits[e] & 0xffff);
-        other[2 * e + 1] = (second ? -scale : scale) * from_model(other_bits[e] >> 16);
-    }
-}
-
 // Copies of a warp to shared memory, ahead of their use. Every lane reads only what it has copied itself, so that
 // waiting for its own copies is enough. Copies are committed in groups; past the end of a row groups are empty.
 struct Stream {
     u32 codes, query;               // this lane's places in the ring of spans (keys) and for its query
     const u8 *kc, *vc;              // codes of this head and lane's group in the row
-    int first, end;                 // pages of the warp: first, first + 1, first + 2 TEAM, ...
+    int begin, end;                 // pages of the slice
+    int page, part, last;           // of the next span to copy; the warp's last part
 
     __device__ __forceinline__ void copy8(u32 to, const void* from) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(to), "l"(from) : "memory");
     }
-    // Span `n` of the warp.
+    // Pages of a part: begin + 2 part, its neighbour, and so on every 2 TEAM pages.
+    __device__ __forceinline__ void skip_empty_parts() {
+        while (page >= end && part < last) page = begin + 2 * ++part;
+    }
+    // Span `n` of the warp in this row: all of its parts, one after another.
     __device__ __forceinline__ void span(int n, int sub, u32 stride_kcp, u32 stride_vcp) {
-        const int page = first + 2 * TEAM * n;
         if (page < end) {
             const u32 page0 = min(page + sub, end - 1), at = codes + n % DEPTH * SPAN_BYTES;
             copy8(at, kc + (u64)page0 * stride_kcp);
@@ -175,6 +160,8 @@ struct Stream {
             copy8(at + 8, kc + (u64)page1 * stride_kcp);
             copy8(at + 32 * SPAN + 8, vc + (u64)page1 * stride_vcp);
 #endif
+            page += 2 * TEAM;
+            skip_empty_parts();
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
@@ -263,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             sine[s][e] = s2.x; sine[s][e + 1] = s2.y;
         }
     }
-    // From one of the warp's spans to its next lie 2 * TEAM pages, 64 positions.
+    // From one span of a part to its next lie 2 * TEAM pages, 64 positions.
     float step_cos[C], step_sin[C];
     load_row(step_cos, offset_cos + 16 * TEAM * HALF + in_half);
     load_row(step_sin, offset_sin + 16 * TEAM * HALF + in_half);
@@ -285,7 +272,30 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     const u32 lane_base = group * (2 * C);  // bytes 1 to 3 are zero
     if (threadIdx.x < 2 * TEAMS * BUFFERS) ((int*)(smem + SMEM_BYTES - 16 - FLAG_BYTES))[threadIdx.x] = 0;
     __syncthreads();  // barriers and flags are initialized
-    int coded = n_coded[0], length = lengths[0];
+    int quarter = 0;  // of all coded tokens; of fewer than four rows all are shared
+    if (batch >= TEAM) {
+        for (int i = lane; i < batch; i += 32) quarter += n_coded[i];
+        quarter = __reduce_add_sync(0xffffffffu, quarter) / TEAM;
+    }
+    // Lengths of 32 rows at a time, one in each lane.
+    int block = -1, block_coded = 0, block_length = 0, coded = 0, length = 0;
+    bool shared = false;  // by the team
+    // The first row from `row` on that this warp has a part in.
+    auto find_row = [&](int row) {
+        for (; row < batch; row++) {
+            if (row >> 5 != block) {
+                block = row >> 5;
+                const int at = min(32 * block + lane, batch - 1);
+                block_coded = n_coded[at];
+                block_length = lengths[at];
+            }
+            coded = __shfl_sync(0xffffffffu, block_coded, row & 31);
+            length = __shfl_sync(0xffffffffu, block_length, row & 31);
+            shared = coded > quarter;
+            if (shared || row % TEAM == member) break;
+        }
+        return row;
+    };
     Stream stream;
     stream.codes = (u32)__cvta_generic_to_shared(smem + 2 * TABLE) + warp * (DEPTH * SPAN_BYTES) + lane * SPAN;
     stream.query = (u32)__cvta_generic_to_shared(smem + 2 * TABLE + RING_BYTES + MERGE_BYTES) + threadIdx.x * (4 * C);
@@ -294,8 +304,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         const i64 inner = head * (8 * GROUPS) + group * 8;
         stream.kc = k_codes + row * stride_kcb + inner;
         stream.vc = v_codes + row * stride_vcb + inner;
-        stream.first = slice_begin(coded, slice, slices) + 2 * member;
+        stream.begin = slice_begin(coded, slice, slices);
         stream.end = slice_end(coded, slice, slices);
+        stream.part = shared ? member : 0;
+        stream.last = shared ? member : TEAM - 1;
+        stream.page = stream.begin + 2 * stream.part;
+        stream.skip_empty_parts();
         const u16* q = query + row * stride_qb + head * stride_qh;
 #pragma unroll
         for (int e = 0; e < C; e += 4) {
@@ -305,30 +319,34 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
 #pragma unroll
         for (int n = 0; n < DEPTH; n++) stream.span(n, sub, stride_kcp, stride_vcp);
     };
-    start_row(0);
-    int next_coded = 0, next_length = 0;
-    if (batch > 1) { next_coded = n_coded[1]; next_length = lengths[1]; }
+    int row = find_row(0), merges = 0;
+    if (row < batch) start_row(row);
     bool staged = false;
 
-    for (int row = 0; row < batch; row++) {
+    while (row < batch) {
         stream.wait();
+        const bool together = shared;
+        const int begin = stream.begin, end = stream.end, finished = row;
+        int n = 0;
+        for (int part = together ? member : 0; part < TEAM; part++) {
         Softmax state;
         state.maximum = NONE;
         state.sum = 0.0f;
 #pragma unroll
         for (int e = 0; e < C; e++) state.acc[e] = 0.0f;
 
-        // Full-precision tokens go to all warps of the head in turn; on their way to L2 while the codes are attended to.
+        // Full-precision tokens go to the parts of the row in turn; on their way to L2 while the codes are attended to.
         const int window_tokens = min(length, sinks) + max(length - sinks - coded, 0);
-        const int window_first = slice + slices * (TEAM - 1 - member);
-        if (window_first < window_tokens) {
-            const i64 slot = window_slot(window_first, coded, sinks, ring);
-            prefetch(k_window + row * stride_kwb + head * stride_kwh + slot * stride_kws + channel);
-            prefetch(v_window + row * stride_vwb + head * stride_vwh + slot * stride_vws + channel);
+        const int window_first = 4 * (slice + slices * (TEAM - 1 - part)), window_step = 4 * slices * TEAM;
+        if (window_first + lane / 8 < window_tokens) {
+            const i64 slot = window_slot(window_first + lane / 8, coded, sinks, ring);
+            const u16* const from = lane & 4 ? v_window + row * stride_vwb + head * stride_vwh + slot * stride_vws
+                                             : k_window + row * stride_kwb + head * stride_kwh + slot * stride_kws;
+            prefetch(from + (lane & 1) * 64);
         }
 
         // A lane's tokens: pages `page` and `page + 1` (c = 4), or page `page + sub` alone (c = 8).
-        const int first = stream.first, end = stream.end;
+        const int first = begin + 2 * part;
         if (first < end) {
             float u[C], w[C];
             {
@@ -355,7 +373,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                                  :: "r"(barrier + 8 * side) : "memory");
             }
 
-            int n = 0;
             for (int page = first; page < end; page += 2 * TEAM, n++) {
                 u32 k_word[SPAN / 4], v_word[SPAN / 4];
                 stream.wait();
@@ -456,84 +473,145 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         float sum = xor_add(xor_add(xor_add(state.sum, 1), SUBS == 1 ? 2 : 4), 8);
         sum = xor_add(sum, 16);
 
-        // Full-precision tokens in fp32: sinks first, then the positions from sinks + coded on.
-        for (int i = window_first; i < window_tokens; i += slices * TEAM) {
-            const int position = i < sinks ? i : i + coded;
-            const i64 slot = window_slot(i, coded, sinks, ring);
-            const i64 base = (i64)(position >> 3) * HALF + in_half, offset = (position & 7) * HALF + in_half;
-            float k[C], v[C], c1[C], s1[C], c2[C], s2[C], own[C], other[C], score = 0.0f;
-            load_model_row(k, k_window + row * stride_kwb + head * stride_kwh + slot * stride_kws + channel);
-            load_model_row(v, v_window + row * stride_vwb + head * stride_vwh + slot * stride_vws + channel);
-            load_row(c1, base_cos + base);
-            load_row(s1, base_sin + base);
-            load_row(c2, offset_cos + offset);
-            load_row(s2, offset_sin + offset);
-            stream.read_query(own, other, scale, second);
+        // Full-precision tokens in fp32, four neighbours of one page at a time (with c = 8 two in each half warp): sinks
+        // first, then the positions from sinks + coded on.
+        for (int i = window_first; i < window_tokens; i += window_step) {
+            u32 k_bits[QUAD][PAIRS], v_bits[QUAD][PAIRS];
 #pragma unroll
-            for (int e = 0; e < C; e++) {
-                float u = own[e] * c1[e] + other[e] * s1[e], w = other[e] * c1[e] - own[e] * s1[e];
-                score += k[e] * (u * c2[e] + w * s2[e]);
+            for (int t = 0; t < QUAD; t++) {
+                const int token = min(i + QUAD * sub + t, window_tokens - 1);
+                const i64 slot = window_slot(token, coded, sinks, ring);
+                const u16* const k = k_window + row * stride_kwb + head * stride_kwh + slot * stride_kws + channel;
+                const u16* const v = v_window + row * stride_vwb + head * stride_vwh + slot * stride_vws + channel;
+#pragma unroll
+                for (int e = 0; e < PAIRS; e += 2) {
+                    const uint2 k2 = *(const uint2*)(k + 2 * e), v2 = *(const uint2*)(v + 2 * e);
+                    k_bits[t][e] = k2.x; k_bits[t][e + 1] = k2.y;
+                    v_bits[t][e] = v2.x; v_bits[t][e + 1] = v2.y;
+                }
+            }
+            const int position = i < sinks ? i : i + coded;
+            float u[C], w[C];
+            {
+                float c1[C], s1[C], own[C], other[C];
+                load_row(c1, base_cos + (i64)(position >> 3) * HALF + in_half);
+                load_row(s1, base_sin + (i64)(position >> 3) * HALF + in_half);
+                stream.read_query(own, other, scale, second);
+#pragma unroll
+                for (int e = 0; e < C; e++) {
+                    u[e] = own[e] * c1[e] + other[e] * s1[e];
+                    w[e] = other[e] * c1[e] - own[e] * s1[e];
+                }
+            }
+            float score[QUAD], top = NONE;
+#pragma unroll
+            for (int t = 0; t < QUAD; t++) {
+                float c2[C], s2[C];
+                const int offset = ((position & 7) + QUAD * sub + t) * HALF + in_half;
+                load_row(c2, offset_cos + offset);
+                load_row(s2, offset_sin + offset);
+                score[t] = 0.0f;
+#pragma unroll
+                for (int e = 0; e < C; e++) {
+                    const u16 k = e % 2 ? k_bits[t][e / 2] >> 16 : k_bits[t][e / 2] & 0xffff;
+                    score[t] += from_model(k) * (u[e] * c2[e] + w[e] * s2[e]);
+                }
             }
 #pragma unroll
-            for (int hop = GROUPS / 2; hop > 0; hop >>= 1) score = xor_add(score, hop);
-            if (score > state.maximum) {  // the same for the whole warp
-                float decay = exp2_(state.maximum - score);
+            for (int t = 0; t < QUAD; t++) {
+#pragma unroll
+                for (int hop = GROUPS / 2; hop > 0; hop >>= 1) score[t] = xor_add(score[t], hop);
+                if (i + QUAD * sub + t >= window_tokens) score[t] = NONE;
+                top = fmaxf(top, score[t]);
+            }
+            if (SUBS == 2) top = xor_max(top, 16);
+            if (top > state.maximum) {  // the same for the whole warp
+                const float decay = exp2_(state.maximum - top);
                 sum *= decay;
 #pragma unroll
                 for (int e = 0; e < C; e++) state.acc[e] *= decay;
-                state.maximum = score;
+                state.maximum = top;
             }
-            float weight = exp2_(score - state.maximum);
-            sum += weight;
+            float added = 0.0f;
 #pragma unroll
-            for (int e = 0; e < C; e++) state.acc[e] += sub == 0 ? weight * v[e] : 0.0f;
+            for (int t = 0; t < QUAD; t++) {
+                const float weight = exp2_(score[t] - state.maximum);  // of no token: 0, as the first of the four exists
+                added += weight;
+#pragma unroll
+                for (int e = 0; e < C; e++) {
+                    const u16 v = e % 2 ? v_bits[t][e / 2] >> 16 : v_bits[t][e / 2] & 0xffff;
+                    state.acc[e] += weight * from_model(v);
+                }
+            }
+            sum += SUBS == 2 ? xor_add(added, 16) : added;
         }
 
-        coded = next_coded;
-        length = next_length;
-        if (row + 1 < batch) start_row(row + 1);
-        if (row + 2 < batch) { next_coded = n_coded[row + 2]; next_length = lengths[row + 2]; }
+        // The next row sets out before this one is finished.
+        if (together || part == TEAM - 1) {
+            row = find_row(row + 1);
+            if (row < batch) start_row(row);
+        }
 
-        // The warp's partial.
 #if SUBS == 2
 #pragma unroll
         for (int e = 0; e < C; e++) state.acc[e] = xor_add(state.acc[e], 16);
 #endif
-        float* buffer = merge + (row % BUFFERS) * WARPS * PARTIAL;
-        while (merged[row % BUFFERS] < row / BUFFERS) {}  // the buffer's row before has been merged; hardly ever waits
+        // The partial goes to buffer `merges` of the team or, of a row that is the warp's own, to its place in buffer `part`.
+        float* const to = merge + (together ? merges % BUFFERS : part) * WARPS * PARTIAL + member * PARTIAL;
+        // Rows that used the buffers before must have been merged; hardly ever waits.
+        if (together) while (merged[merges % BUFFERS] < merges / BUFFERS) {}
+        else if (part == 0) for (int i = 0; i < BUFFERS; i++) while (merged[i] < (merges + BUFFERS - 1 - i) / BUFFERS) {}
         if (sub == 0) {
 #pragma unroll
             for (int e = 0; e < C; e += 4)
-                *(float4*)(buffer + member * PARTIAL + channel + e) = make_float4(state.acc[e], state.acc[e + 1], state.acc[e + 2], state.acc[e + 3]);
+                *(float4*)(to + channel + e) = make_float4(state.acc[e], state.acc[e + 1], state.acc[e + 2], state.acc[e + 3]);
         }
-        if (lane == 0) { buffer[member * PARTIAL + DIM] = state.maximum; buffer[member * PARTIAL + DIM + 1] = sum; }
-        // The team's last warp merges; nobody waits.
-        __threadfence_block();
-        __syncwarp();
-        int before = 0;
-        if (lane == 0) before = atomicAdd((int*)written + row % BUFFERS, 1);
-        if (__shfl_sync(0xffffffffu, before, 0) == (row / BUFFERS) * TEAM + TEAM - 1) {
+        if (lane == 0) { to[DIM] = state.maximum; to[DIM + 1] = sum; }
+        if (together) break;
+        }
+
+        // Parts are merged into a slice by the team's last warp, or by the row's own; nobody waits.
+        const float* from = merge + member * PARTIAL;
+        int stride = WARPS * PARTIAL;
+        if (together) {
+            from = merge + merges % BUFFERS * WARPS * PARTIAL;
+            stride = PARTIAL;
+            merges++;
             __threadfence_block();
-            float top = NONE, total = 0.0f;
-            float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            __syncwarp();
+            int before = 0;
+            if (lane == 0) before = atomicAdd((int*)written + (merges - 1) % BUFFERS, 1);
+            if (__shfl_sync(0xffffffffu, before, 0) != (merges - 1) / BUFFERS * TEAM + TEAM - 1) continue;
+            __threadfence_block();
+        }
+        __syncwarp();
+        float top = NONE, sum = 0.0f;
+        float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-            for (int i = 0; i < TEAM; i++) top = fmaxf(top, buffer[i * PARTIAL + DIM]);
+        for (int i = 0; i < TEAM; i++) top = fmaxf(top, from[i * stride + DIM]);
 #pragma unroll
-            for (int i = 0; i < TEAM; i++) {
-                float f = exp2_(buffer[i * PARTIAL + DIM] - top);
-                float4 a = *(const float4*)(buffer + i * PARTIAL + 4 * lane);
-                total += f * buffer[i * PARTIAL + DIM + 1];
-                acc.x += f * a.x; acc.y += f * a.y; acc.z += f * a.z; acc.w += f * a.w;
-            }
-            const i64 here = (i64)row * heads + head;
-            float* to = scratch + (here * slices + slice) * PARTIAL;
-            *(float4*)(to + 4 * lane) = acc;
-            if (lane == 0) { to[DIM] = top; to[DIM + 1] = total; }
+        for (int i = 0; i < TEAM; i++) {
+            const float f = exp2_(from[i * stride + DIM] - top);
+            const float4 a = *(const float4*)(from + i * stride + 4 * lane);
+            sum += f * from[i * stride + DIM + 1];
+            acc.x += f * a.x; acc.y += f * a.y; acc.z += f * a.z; acc.w += f * a.w;
+        }
+        const i64 here = (i64)finished * heads + head;
+        float* const to = scratch + (here * slices + slice) * PARTIAL;
+        *(float4*)(to + 4 * lane) = acc;
+        if (lane == 0) { to[DIM] = top; to[DIM + 1] = sum; }
+        __syncwarp();
+        if (together) {
             __threadfence();
             __syncwarp();
-            if (lane == 0) { merged[row % BUFFERS] = row / BUFFERS + 1; atomicAdd(counters + here, 1); }
+            if (lane == 0) { merged[(merges - 1) % BUFFERS] = (merges - 1) / BUFFERS + 1; atomicAdd(counters + here, 1); }
         }
     }
+    // The warp's own rows are made known together: a fence takes as long as some tokens.
+    __threadfence();
+    __syncwarp();
+    for (int i = member + TEAM * lane; i < batch; i += 32 * TEAM)
+        if (n_coded[i] <= quarter) atomicAdd(counters + (i64)i * heads + head, 1);
 
     // Every slice of a row is written when its counter says so; the row's turn goes to one warp of the head. All blocks
     // are resident (the caller launches at most one per multiprocessor), so waiting ends.
