@@ -77,6 +77,8 @@ class HybridRotary:
         """cos and sin ``[B or 1, n, D]`` of ``position_ids [B, n]``."""
         if self.rotary is None:
             return no_rotation(like.new_empty(position_ids.shape[1], self.head_dim))
+        if hasattr(self.rotary, "mrope_section"):  # time, height and width: the same for text
+            position_ids = position_ids.expand(3, -1, -1)
         return widen(*self.rotary(like, position_ids), self.head_dim)
 
 

@@ -25,7 +25,9 @@ WINDOW = 16
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid")
 
 
-def hybrid_model(methods=("loopvq", "damp"), name="qwen3_5", seed=0, bits=2, encoder_metric="fisher", rows=2, **changes):
+def hybrid_model(
+    methods=("loopvq", "damp"), name="qwen3_5", seed=0, bits=2, encoder_metric="fisher", rows=2, **changes
+):
     """A tiny model with random tables of the given methods: sinks of 8, a window of 16, two protected rows."""
     model = build_model(name, seed, **changes)
     settings = {}

@@ -80,7 +80,9 @@ class HybridOracle:
         self.kept.setdefault(("value", layer), []).extend(value)
         total, coded = torch.arange(self.length + count), self.coded()
         keys, values = (
-            torch.stack([self.seen(side, layer, t) if t in coded else self.kept[side, layer][t] for t in total.tolist()])
+            torch.stack(
+                [self.seen(side, layer, t) if t in coded else self.kept[side, layer][t] for t in total.tolist()]
+            )
             for side in ("key", "value")
         )
         ratio = self.heads // self.kv
@@ -122,9 +124,7 @@ class HybridOracle:
         self.tails[layer] = past[-(size - 1) :]
         mixed = F.silu(torch.stack([(past[t : t + size] * filters.T).sum(0) for t in range(count)]))
         query, key, value = mixed.split([groups * dk, groups * dk, heads * dv], -1)
-        query, key = (
-            y.view(count, groups, dk).repeat_interleave(heads // groups, 1) for y in (query, key)
-        )
+        query, key = (y.view(count, groups, dk).repeat_interleave(heads // groups, 1) for y in (query, key))
         query, key = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (query, key))
         value = value.reshape(count, heads, dv)
         beta = (x @ self.w[p + "in_proj_b.weight"].T).sigmoid()
