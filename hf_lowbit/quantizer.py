@@ -190,7 +190,9 @@ def calibrate(
         progress=progress,
     )
     kept = _other_settings(model, config, fingerprint)
-    made = {name: METHODS[name].fit(model, settings, calibration) for name, settings in config.methods.items()}
+    made = {}
+    for name, settings in config.methods.items():
+        made[name] = METHODS[name].fit(model, settings, calibration)
     if not kept:
         artifact.detach(model)
     try:
