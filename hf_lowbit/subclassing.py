@@ -13,13 +13,19 @@ from typing import Any
 def mix_in(instance: Any, mixin: type) -> None:
     """Put ``mixin`` before the class of ``instance``; nothing if it is there already."""
     if not isinstance(instance, mixin):
-        instance.__class__ = _mixed(type(instance), mixin)
+        _turn(instance, _mixed(type(instance), mixin))
 
 
 def take_out(instance: Any, mixin: type) -> None:
     """Undo :func:`mix_in`; nothing if ``mixin`` is not what it put there."""
     if getattr(type(instance), "_lowbit_mixin", None) is mixin:
-        instance.__class__ = type(instance)._class_without_lowbit
+        _turn(instance, type(instance)._class_without_lowbit)
+
+
+def _turn(instance: Any, cls: type) -> None:
+    instance.__class__ = cls
+    if "_old_forward" in vars(instance):  # accelerate's hooks (device maps) go on to the forward that they found
+        instance._old_forward = cls.forward.__get__(instance)
 
 
 @functools.cache

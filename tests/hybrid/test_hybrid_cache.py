@@ -81,6 +81,21 @@ def test_the_hook_is_the_models_own_attention_and_changes_nothing_else(name):
             model(ids, use_cache=True, **{CACHE_ARG: PlainAttention()})
 
 
+def test_the_hook_works_under_the_hooks_of_a_device_map():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model, ids = build_model(), tokens(20)
+    for module in (model.model, model.model.layers[2].self_attn):
+        add_hook_to_module(module, ModelHook())
+    with torch.no_grad():
+        plain = model(ids).logits
+        with handing_over_keys(model):
+            out = model(ids, use_cache=True, **{CACHE_ARG: PlainAttention()}).logits
+            assert torch.equal(model(ids).logits, plain)
+        assert torch.equal(model(ids).logits, plain)
+    torch.testing.assert_close(out, plain, atol=2e-5, rtol=1e-5)
+
+
 def test_keys_are_handed_over_after_their_norm_and_before_rope():
     model = build_model()
     capture, ids = StateCapture(LoopSpec.of(model)), tokens(12)
