@@ -32,6 +32,7 @@ def make_cache(model, name: str = "lowbit", **options: Any):
         ValueError: unknown name or option, or the model carries no tables of that method.
     """
     # Imported here: the looped models import this file, and the methods know the looped models' layers.
+    from .hybrid import HybridCache
     from .methods import METHODS, methods_on
 
     if name not in CACHE_NAMES:
@@ -59,8 +60,6 @@ def make_cache(model, name: str = "lowbit", **options: Any):
             f"unknown options {unknown} in cache_config; this cache knows {', '.join(dict.fromkeys(known))}."
         )
     if len(wanted) > 1:
-        from .hybrid import HybridCache
-
         return HybridCache(model, **options)
     (method,) = wanted
     return method.make_cache(model, **options)

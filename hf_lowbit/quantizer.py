@@ -213,11 +213,15 @@ def calibrate(
 
 def _other_settings(model, config: LowBitConfig, fingerprint: str) -> dict[str, LoopVQConfig | DAMPConfig]:
     """Settings of the methods that the model was calibrated for before and is not now; their tables stay."""
-    if artifact.stored_fingerprint(model) != fingerprint:
-        return {}  # of other weights, or none
-    found = {method.name for method in methods_on(model)} - set(config.methods)
-    known = lowbit_config(model).methods if found else {}
-    return {name: settings for name, settings in known.items() if name in found}
+    found = [method for method in methods_on(model) if method.name not in config.methods]
+    if found and artifact.stored_fingerprint(model) != fingerprint:
+        tables, names = (" and ".join(getattr(method, what) for method in found) for what in ("tables", "name"))
+        warnings.warn(
+            f"the model's {tables} were fitted to other weights and are removed; calibrate for {names} again.",
+            stacklevel=3,
+        )
+        return {}
+    return {method.name: getattr(lowbit_config(model), method.name) for method in found}
 
 
 def mark_quantized(model, config: LowBitConfig) -> None:

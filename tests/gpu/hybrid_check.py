@@ -69,9 +69,8 @@ def main(name, texts_file):
         failed |= not passed
         print(f"{dtype}: quantization moves logits by {effect:.3g}, the paths differ by {apart:.3g}, allowed {limit:g} of "
               f"that: {'ok' if passed else 'FAILED'}")  # fmt: skip
-    inputs = tokenizer([texts[0][:600], texts[1][:900]], return_tensors="pt", padding=True, padding_side="left").to(
-        "cuda"
-    )
+    encoded = tokenizer([texts[0][:600], texts[1][:900]], return_tensors="pt", padding=True, padding_side="left")
+    inputs = {key: encoded[key].cuda() for key in ("input_ids", "attention_mask")}
     greedy = dict(max_new_tokens=64, do_sample=False, eos_token_id=None)
     for cache_name in ("lowbit", "loopvq", "damp", "dynamic"):
         model.generate(**inputs, **greedy | {"max_new_tokens": 2}, cache_implementation=cache_name)

@@ -45,7 +45,7 @@ def test_triton_decoding_equals_the_reference(name, methods, dtype):
     apart = (logits["triton"] - logits["reference"]).abs().mean()
     assert caches["triton"].coded_tokens == [8 * ((160 - 24) // 8)] * 3
     # Sums in another order move a code here and there; a bf16 model rounds each layer's output besides.
-    assert apart < (0.05 * effect if dtype == torch.float32 else 1e-2 * stock.abs().mean())
+    assert apart < (0.05 * effect if dtype == torch.float32 else 3e-2 * stock.abs().mean())
 
 
 def test_generate_chooses_kernels():

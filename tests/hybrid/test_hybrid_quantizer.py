@@ -105,7 +105,8 @@ def test_tables_of_other_weights_are_not_kept(tokenizer, texts):
     model = hybrid_model(("damp",), vocab_size=257)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-    hf_lowbit.calibrate(model, tokenizer, LoopVQConfig(**LOOPVQ), dataset=texts, progress=False)
+    with pytest.warns(UserWarning, match="DAMP tables were fitted to other weights and are removed"):
+        hf_lowbit.calibrate(model, tokenizer, LoopVQConfig(**LOOPVQ), dataset=texts, progress=False)
     assert not has_damp(model) and model.config.quantization_config.damp is None
 
 
