@@ -7,6 +7,7 @@ taken from ``generate()``'s arguments and turned into a cache object.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from transformers import GenerationMixin

@@ -108,7 +108,9 @@ class HybridCache(LoopVQCache):
             raise ValueError(f"backend={backend!r} must be 'auto', 'triton' or 'reference' for both kinds of layers.")
 
         def states() -> DAMPStateCache:
-            return DAMPStateCache(model, rounding=rounding, seed=seed, strict=strict, backend=backend)
+            return DAMPStateCache(
+                model, rounding=rounding, seed=seed, strict=strict, backend=backend, cuda_graphs=False
+            )
 
         super().__init__(model, strict=strict, backend=backend, states=states, **options)
 

@@ -111,7 +111,7 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     half = states.shape[-1] // 2
     rotated = torch.cat((-states[..., half:], states[..., :half]), dim=-1)
     turned = states * cos.unsqueeze(1) + rotated * sin.unsqueeze(1)
-    return turned.to(states.dtype)  # OLMo-hybrid's cos and sin are fp32
+    return turned.to(states.dtype)  # a model's cos and sin may be fp32 (OLMo-hybrid)
 
 
 def _check_rope(config) -> None:
