@@ -6,8 +6,11 @@ gives it DAMP's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from .damp.cache import DAMPStateCache
 from .damp.memory import DampMemoryReport
@@ -129,6 +132,14 @@ class HybridCache(LoopVQCache):
     def memory_report(self) -> HybridMemoryReport:
         """Bytes of everything this cache holds, read from the tensors."""
         return HybridMemoryReport(super().memory_report(), self.states.memory_report())
+
+    def _graph_obstacle(self) -> str | None:
+        if self.states.backend != "triton":
+            return f"packed states are updated on the slow {self.states.backend} path"
+        return super()._graph_obstacle()
+
+    def _state_tensors(self) -> Iterable[torch.Tensor]:
+        return self.states.step_tensors()
 
     def _state_bytes(self) -> int:
         return 0  # the other report counts them

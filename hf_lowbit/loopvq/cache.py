@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -180,19 +180,6 @@ class LoopVQCache(Cache):
         self._max_cache_len = max_cache_len
         self.backend = self._choose_backend(backend, strict)
         self.ring = self.window + PAGE
-        obstacle = None
-        if self.backend == "reference":
-            obstacle = "decode attention on the reference path reads lengths on the host"
-        elif self.spec.cache_slots is not None:
-            obstacle = "the recurrent layers of a hybrid model are not captured"
-        self._graphs = StepGraphs(
-            getattr(model, "base_model", model),
-            cuda_graphs,
-            obstacle,
-            lambda: [codebook.derived() for codebook in self.codebooks],
-        )
-        if cuda_graphs and self._graphs.problem:
-            raise FallbackError(f"cuda_graphs=True is not possible here: {self._graphs.problem}.")
         self._make_states = None
         if self.spec.cache_slots is not None:
             text_config = model.config.get_text_config(decoder=True)
@@ -200,19 +187,30 @@ class LoopVQCache(Cache):
         elif states is not None:
             raise ValueError("states= is for hybrid models; this one has no recurrent layers.")
         super().__init__(layers=[LoopVQSlot(self) for _ in range(self.spec.slots)])
-        self.reset()
+        self._forget()
+        self._graphs = StepGraphs(
+            getattr(model, "base_model", model),
+            cuda_graphs,
+            self._graph_obstacle(),
+            lambda: [codebook.derived() for codebook in self.codebooks],
+        )
+        if cuda_graphs and self._graphs.problem:
+            raise FallbackError(f"cuda_graphs=True is not possible here: {self._graphs.problem}.")
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget everything, tensors included."""
+        self._graphs.drop()
+        self._forget()
+
+    def _forget(self) -> None:
         self._stores: list[LayerStore] | None = None
         self._capacity = 0  # pages per row
         self._longest: int | None = None  # columns that generate() will not exceed
         self._rope: dict[torch.device, RopeTables] = {}
         self._chunk: _Chunk | DecodeStep | None = None  # the forward pass that is running
         self._step: DecodeStep | None = None  # kept between steps
-        self._graphs.drop()
         self._seen = 0  # columns, padding included: what transformers calls the sequence length
         self._lengths: list[int] = []  # real tokens per row
         self._coded: list[int] = []  # coded tokens per row, multiples of 8
@@ -381,6 +379,17 @@ class LoopVQCache(Cache):
         valid = mask[:, self._seen :] != 0
         return None if bool(valid.all()) else valid
 
+    def _graph_obstacle(self) -> str | None:
+        """Why the cache's own part of a step cannot be captured, or None."""
+        if self.backend == "reference":
+            return "decode attention on the reference path reads lengths on the host"
+        return None
+
+    def _state_tensors(self) -> Iterable[torch.Tensor]:
+        """What one-token steps read and change of a hybrid model's states: a graph needs them where they were."""
+        kept = (getattr(slot, name, {}) for slot in self.layers for name in ("recurrent_states", "conv_states"))
+        return (state for states in kept for state in states.values() if isinstance(state, torch.Tensor))
+
     def _run_piece(self, inputs_embeds, valid, forward_chunk) -> dict:
         if inputs_embeds.shape[1] == 1 and valid is None:
             return self._run_step(inputs_embeds, forward_chunk)
@@ -412,6 +421,8 @@ class LoopVQCache(Cache):
             out = forward(inputs_embeds)
         else:
             key = getattr(forward_chunk, "graph_key", None)
+            if key is not None and self.states is not None:
+                key = (key, *(tensor.data_ptr() for tensor in self._state_tensors()))
             try:
                 out = self._graphs.run(step.pages, key, inputs_embeds, forward)
             except FallbackError:
@@ -787,8 +798,7 @@ class LoopVQCache(Cache):
 
     def _state_bytes(self) -> int:
         """Bytes of the recurrent and convolution states of a hybrid model's other layers, kept by transformers."""
-        kept = (getattr(slot, name, {}) for slot in self.layers for name in ("recurrent_states", "conv_states"))
-        return sum(state.nbytes for states in kept for state in states.values() if isinstance(state, torch.Tensor))
+        return sum(state.nbytes for state in self._state_tensors())
 
     def __repr__(self) -> str:
         g = self.grouping

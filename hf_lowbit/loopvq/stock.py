@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from ..compat import CACHE_ARG, cache_from_kwargs
+from ..compat import CACHE_ARG, cache_from_kwargs, make_output
 from ..protocols import KVAttention
 from ..subclassing import mix_in, take_out
 
@@ -162,26 +162,34 @@ class LetsCacheDrive:
         padding = None if attention_mask is None else attention_mask[:, -embeds.shape[1] :]
         if padding is not None and (embeds.shape[1] == 1 or bool(padding.all())):
             padding = None
-        done, output = 0, None
+        done = 0
 
         def forward_chunk(chunk: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-            nonlocal done, output
+            nonlocal done
             # The columns in their order: a cache of recurrent layers may not move any.
             columns = slice(done, done + chunk.shape[1])
             mask = {"full_attention": cache, "linear_attention": None if padding is None else padding[:, columns]}
             output = forward(attention_mask=mask, position_ids=position_ids, inputs_embeds=chunk, **others)
             done = columns.stop
+            self._output_class = type(output)
             layers = output.hidden_states or ()
             return {
                 "last_hidden_state": output.last_hidden_state,
                 **{f"hidden_states.{i}": state for i, state in enumerate(layers)},
             }
 
+        # With nothing else asked for, one token runs the same operations every time: see the protocol.
+        asked = {name for name, value in others.items() if value is not None and value is not False}
+        if asked <= {"use_cache", CACHE_ARG, "return_dict"} and not getattr(
+            self.config, "output_hidden_states", False
+        ):
+            forward_chunk.graph_key = (self,)
         fields = cache.run(embeds, attention_mask, forward_chunk)
-        output.last_hidden_state = fields.pop("last_hidden_state")
+        hidden = fields.pop("last_hidden_state")
         if fields:
-            output.hidden_states = tuple(fields[f"hidden_states.{i}"] for i in range(len(fields)))
-        return output
+            fields = {"hidden_states": tuple(fields[f"hidden_states.{i}"] for i in range(len(fields)))}
+        # The class that the last real pass gave: a replayed one runs nothing of the model's Python.
+        return make_output(self._output_class, states, last_hidden_state=hidden, **fields)
 
 
 def _refuse(cache: KVAttention, mask, config, options: dict) -> None:

@@ -62,6 +62,9 @@ def main(name, texts_file):
             cache = make_cache(model, backend=backend)
             logits[backend] = timed(f"{dtype} {backend}", lambda: feed(model, cache, ids))
             assert (cache.backend, cache.states.backend) == (backend, backend)
+            print(
+                f"  {cache.graph_replays} of 96 steps replayed as CUDA graphs; {cache._graphs.problem or 'no obstacle'}"
+            )
         effect = (logits["reference"] - stock).abs().mean()
         apart = (logits["triton"] - logits["reference"]).abs().mean()
         finite = all(value.isfinite().all() for value in logits.values())
@@ -76,6 +79,8 @@ def main(name, texts_file):
         model.generate(**inputs, **greedy | {"max_new_tokens": 2}, cache_implementation=cache_name)
         timed(f"generate 64 tokens, {cache_name}", lambda: model.generate(
             **inputs, **greedy, cache_implementation=cache_name))  # fmt: skip
+    timed("generate 64 tokens, lowbit without CUDA graphs", lambda: model.generate(
+        **inputs, **greedy, cache_implementation="lowbit", cache_config={"cuda_graphs": False}))  # fmt: skip
     cache = make_cache(model, strict=True)
     print(f"strict: attention on {cache.backend}, states on {cache.states.backend}")
     model.generate(**inputs, **greedy, **{CACHE_ARG: cache})

@@ -48,14 +48,20 @@ def test_triton_decoding_equals_the_reference(name, methods, dtype):
     assert apart < (0.05 * effect if dtype == torch.float32 else 3e-2 * stock.abs().mean())
 
 
-def test_generate_chooses_kernels():
-    model = hybrid_model(head_dim=64, num_attention_heads=4, **STATES).to("cuda", torch.bfloat16)
-    cache = make_cache(model, strict=True)
-    assert cache.backend == cache.states.backend == "triton"
+@pytest.mark.parametrize("methods", [("loopvq",), ("loopvq", "damp")], ids=["codes", "both"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "olmo_hybrid"])
+def test_generate_replays_graphs_of_the_kernels(name, methods):
+    sizes = dict(head_dim=64, num_attention_heads=4, **STATES) if name == "qwen3_5" else {}
+    model = hybrid_model(methods, name, **sizes).to("cuda", torch.bfloat16)
     mask = torch.ones(2, 90, dtype=torch.long, device="cuda")
     mask[1, :30] = 0
-    out = model.generate(
-        tokens(90, rows=2).cuda(), attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=None,
-        **{CACHE_ARG: cache},
-    )  # fmt: skip
-    assert out.shape == (2, 120) and cache.graph_replays == 0
+    found = []
+    for wanted in (True, False):
+        cache = make_cache(model, cuda_graphs=wanted, strict=True)
+        out = model.generate(
+            tokens(90, rows=2).cuda(), attention_mask=mask, max_new_tokens=60, do_sample=False, eos_token_id=None,
+            return_dict_in_generate=True, output_logits=True, **{CACHE_ARG: cache},
+        )  # fmt: skip
+        assert cache.backend == "triton" and (cache.graph_replays > 50) == wanted
+        found.append(torch.stack(out.logits).float())
+    assert (found[0] - found[1]).abs().mean() < 1e-2 * found[1].abs().mean()
