@@ -234,6 +234,7 @@ def keep_keys(model: nn.Module) -> None:
     for attention in attention_modules(decoder) or []:
         take_out(attention, HandsOverKeys)
     take_out(decoder, LetsCacheDrive)
+    vars(decoder).pop("_output_class", None)
 
 
 @contextmanager
