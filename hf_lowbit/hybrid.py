@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .damp.cache import DAMPStateCache
+from .damp.cache import FAST_BACKENDS, DAMPStateCache
 from .damp.memory import DampMemoryReport
 from .loopvq.cache import LoopVQCache
 from .loopvq.memory import MemoryReport
@@ -134,7 +134,7 @@ class HybridCache(LoopVQCache):
         return HybridMemoryReport(super().memory_report(), self.states.memory_report())
 
     def _graph_obstacle(self) -> str | None:
-        if self.states.backend != "triton":
+        if self.states.backend not in FAST_BACKENDS:
             return f"packed states are updated on the slow {self.states.backend} path"
         return super()._graph_obstacle()
 
