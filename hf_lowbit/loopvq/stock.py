@@ -178,11 +178,7 @@ class LetsCacheDrive:
                 **{f"hidden_states.{i}": state for i, state in enumerate(layers)},
             }
 
-        # With nothing else asked for, one token runs the same operations every time: see the protocol.
-        asked = {name for name, value in others.items() if value is not None and value is not False}
-        if asked <= {"use_cache", CACHE_ARG, "return_dict"} and not getattr(
-            self.config, "output_hidden_states", False
-        ):
+        if self._is_static(others):
             forward_chunk.graph_key = (self,)
         fields = cache.run(embeds, attention_mask, forward_chunk)
         hidden = fields.pop("last_hidden_state")
@@ -190,6 +186,15 @@ class LetsCacheDrive:
             fields = {"hidden_states": tuple(fields[f"hidden_states.{i}"] for i in range(len(fields)))}
         # The class that the last real pass gave: a replayed one runs nothing of the model's Python.
         return make_output(self._output_class, states, last_hidden_state=hidden, **fields)
+
+    def _is_static(self, arguments: dict) -> bool:
+        """Whether one token runs the same operations every time; see ``graph_key`` in the protocol."""
+        asked = {name for name, value in arguments.items() if value is not None and value is not False}
+        if not asked <= {"use_cache", CACHE_ARG, "return_dict"} or getattr(self.config, "output_hidden_states", False):
+            return False
+        # Such experts are looked up on the host. transformers marks the classes that have any by this method.
+        eager = getattr(self.config, "_experts_implementation", None) == "eager"
+        return not (eager and any(hasattr(module, "_apply_gate") for module in self.modules()))
 
 
 def _refuse(cache: KVAttention, mask, config, options: dict) -> None:

@@ -162,6 +162,14 @@ def test_beams_replay():
     assert torch.equal(*results) and cache.graph_replays > 15
 
 
+def test_experts_that_are_looked_up_on_the_host_are_not_captured():
+    model = hybrid_model(name="qwen3_5_moe")
+    model.set_experts_implementation("eager")
+    cache = with_graphs(model)
+    generate(model, [tokens(30)[0]], 6, cache)
+    assert cache.graph_replays == cache._graphs.captures == 0
+
+
 def test_where_there_are_no_graphs_it_says_why():
     model = hybrid_model()
     cache = make_cache(model)
