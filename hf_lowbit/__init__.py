@@ -8,6 +8,7 @@ from . import models as _models  # noqa: F401  registers the native models
 from .artifact import assert_quantized
 from .config import DAMPConfig, LoopVQConfig, LowBitConfig
 from .damp.cache import DAMPStateCache
+from .hybrid import HybridCache
 from .loopvq.cache import LoopVQCache
 from .quantizer import LowBitQuantizer, calibrate
 
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DAMPConfig",
     "DAMPStateCache",
+    "HybridCache",
     "LoopVQCache",
     "LoopVQConfig",
     "LowBitConfig",

@@ -164,13 +164,16 @@ def is_fingerprint_name(name: str) -> bool:
 
 
 def describe(model) -> dict[str, Any]:
-    """What a calibrated model holds: configuration, fingerprint, and sizes of each layer's tables."""
+    """What a calibrated model holds: configuration, fingerprint, and sizes of each layer's tables.
+
+    A model that carries tables of both methods has them under ``"loopvq"`` and ``"damp"``.
+    """
     config = lowbit_config(model)
     described = {
         "quant_method": config.quant_method,
         "format_version": config.format_version,
         "fingerprint": stored_fingerprint(model),
     }
-    for method in methods.methods_on(model):
-        described |= method.describe(model)
-    return described
+    parts = {method.name: method.describe(model) for method in methods.methods_on(model)}
+    # Both methods' descriptions have "layers": of a model that carries both, each stands under its name.
+    return described | (parts if len(parts) > 1 else next(iter(parts.values()), {}))

@@ -287,9 +287,10 @@ class LowBitConfig(QuantizationConfigMixin):
     """``quantization_config`` of a model with low-bit caches (``quant_method: "lowbit"``). Weights are not touched.
 
     Args:
-        loopvq: codes for the KV cache of a looped model; a :class:`LoopVQConfig` or its dict.
+        loopvq: codes for the KV cache of a looped model, or of a hybrid model's attention layers; a
+            :class:`LoopVQConfig` or its dict.
         damp: packed recurrent states of a model with gated delta-rule layers; a :class:`DAMPConfig` or its dict. At least
-            one method must be given.
+            one method must be given; a hybrid model takes both.
         dataset: calibration texts: a list of strings, or the path of a JSONL file of ``{"text": ...}`` lines. Needed
             when an uncalibrated model is loaded with this config; never saved.
         tokenizer: tokenizer for ``dataset``; never saved.

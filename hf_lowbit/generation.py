@@ -15,6 +15,7 @@ from transformers import GenerationMixin
 from .compat import CACHE_ARG
 from .config import METHODS as METHOD_NAMES
 from .protocols import KVAttention
+from .subclassing import mix_in, take_out
 
 
 CACHE_NAMES = (*METHOD_NAMES, "lowbit")
@@ -32,6 +33,7 @@ def make_cache(model, name: str = "lowbit", **options: Any):
         ValueError: unknown name or option, or the model carries no tables of that method.
     """
     # Imported here: the looped models import this file, and the methods know the looped models' layers.
+    from .hybrid import HybridCache
     from .methods import METHODS, methods_on
 
     if name not in CACHE_NAMES:
@@ -52,17 +54,15 @@ def make_cache(model, name: str = "lowbit", **options: Any):
             "tokenizer, LowBitConfig(...), dataset=...)) or load a calibrated checkpoint with `import hf_lowbit` before "
             "from_pretrained."
         )
-    if len(wanted) > 1:
-        raise ValueError(
-            f"this model carries tables of {' and '.join(method.name for method in wanted)}, and no cache serves both "
-            "yet; choose one by cache_implementation."
-        )
-    (method,) = wanted
-    unknown = sorted(set(options) - set(method.cache_options))
+    known = [option for method in wanted for option in method.cache_options]
+    unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(
-            f"unknown options {unknown} in cache_config; this cache knows {', '.join(method.cache_options)}."
+            f"unknown options {unknown} in cache_config; this cache knows {', '.join(dict.fromkeys(known))}."
         )
+    if len(wanted) > 1:
+        return HybridCache(model, **options)
+    (method,) = wanted
     return method.make_cache(model, **options)
 
 
@@ -73,9 +73,10 @@ class LowBitGenerationMixin:
         """As :meth:`transformers.GenerationMixin.generate`, and three more values of ``cache_implementation``.
 
         Args:
-            cache_implementation: ``"loopvq"``, ``"damp"`` or ``"lowbit"`` (whichever of them the model has) asks for
-                the quantized cache by name (an error on a model that was not calibrated for it), ``"dynamic"`` turns it
-                off, the other stock names work as ever. None: the quantized cache when the model is calibrated.
+            cache_implementation: ``"loopvq"``, ``"damp"`` or ``"lowbit"`` (what of them the model has, both on a model
+                that has both) asks for the quantized cache by name (an error on a model that was not calibrated for it),
+                ``"dynamic"`` turns it off, the other stock names work as ever. None: as ``"lowbit"`` when the model is
+                calibrated.
             cache_config: options of the quantized cache (``recent_window`` or ``rounding``, ``prefill_chunk_size``,
                 ``strict``).
         """
@@ -150,40 +151,13 @@ def _shortened(get_candidates, limit: int):
 def enable(model) -> None:
     """Give a model of one of transformers' own classes the :class:`LowBitGenerationMixin`.
 
-    The model becomes an instance of a subclass of its class, with the same name and module, so that it stays what it was
-    for ``isinstance``, for ``save_pretrained`` and for whoever looks its class up by name. Does nothing for models that
-    have the mixin (Ouro) or cannot generate (a bare decoder).
+    The model becomes an instance of a subclass of its class (:mod:`.subclassing`). Does nothing for models that have the
+    mixin (Ouro) or cannot generate (a bare decoder).
     """
-    if isinstance(model, GenerationMixin) and not isinstance(model, LowBitGenerationMixin):
-        model.__class__ = _enabled_class(type(model))
+    if isinstance(model, GenerationMixin):
+        mix_in(model, LowBitGenerationMixin)
 
 
 def disable(model) -> None:
     """Undo :func:`enable`."""
-    stock = getattr(type(model), "_class_without_lowbit", None)
-    if stock is not None:
-        model.__class__ = stock
-
-
-@functools.cache
-def _enabled_class(stock: type) -> type:
-    body = {
-        "__module__": stock.__module__,
-        "__qualname__": stock.__qualname__,
-        "__doc__": stock.__doc__,
-        "__reduce_ex__": _reduce_enabled,
-        "_class_without_lowbit": stock,
-    }
-    return type(stock.__name__, (LowBitGenerationMixin, stock), body)
-
-
-def _reduce_enabled(self, protocol):
-    # Pickle would look the class up by its name and find transformers' own.
-    stock = self._class_without_lowbit
-    state = super(_enabled_class(stock), self).__reduce_ex__(max(2, protocol))
-    return (_new_enabled, (stock,), *state[2:])
-
-
-def _new_enabled(stock: type):
-    cls = _enabled_class(stock)
-    return cls.__new__(cls)
+    take_out(model, LowBitGenerationMixin)

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
-from .config import LowBitConfig
 from .damp.method import Damp
 from .loopvq.method import LoopVQ
 from .protocols import Method
 
 
 METHODS: dict[str, Method] = {method.name: method for method in (LoopVQ(), Damp())}
-
-
-def method_of(config: LowBitConfig) -> tuple[Method, Any]:
-    """The one method of a configuration to calibrate, and its settings.
-
-    Raises:
-        ValueError: it names several.
-    """
-    if len(config.methods) > 1:
-        raise ValueError(
-            f"LowBitConfig names {' and '.join(config.methods)}, and no cache serves both in one model yet; calibrate "
-            "one method."
-        )
-    ((name, settings),) = config.methods.items()
-    return METHODS[name], settings
 
 
 def check(model, method: Method) -> None:
@@ -63,6 +46,4 @@ def named_tables(model, method: Method) -> Iterator[tuple[str, nn.Module]]:
 def detach(model) -> None:
     """Remove the tables of every method."""
     for method in METHODS.values():
-        for module in list(model.modules()):
-            if isinstance(getattr(module, method.name, None), method.table_class):
-                delattr(module, method.name)
+        method.detach(model)

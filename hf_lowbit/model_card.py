@@ -57,7 +57,8 @@ def model_card(
 
     Args:
         model: a calibrated model.
-        report: ``to_dict()`` of what ``calibrate`` returned, for the figures of the calibration.
+        report: ``to_dict()`` of what ``calibrate`` returned, for the figures of the calibration. For a model with tables
+            of both methods a dict of both reports, by method; one may be missing.
         base_model: folder or Hub id of the uncalibrated model; only an id becomes metadata.
         repo_id: the name in the usage snippet.
 
@@ -70,8 +71,14 @@ def model_card(
             f"this {type(model).__name__} carries none of {', '.join(m.tables for m in METHODS.values())}; a card is for "
             "a calibrated model."
         )
-    parts = [method.card(model, report) for method in found]
-    rows = {name: value for part in parts for name, value in part.rows.items()}
+    if len(found) == 1:
+        parts = [method.card(model, report) for method in found]
+        rows = dict(parts[0].rows)
+    else:
+        parts = [method.card(model, (report or {}).get(method.name)) for method in found]
+        rows = {
+            f"{method.name}: {name}": value for method, part in zip(found, parts) for name, value in part.rows.items()
+        }
     rows["fingerprint of the weights"] = f"`{stored_fingerprint(model)}`"
     hub_id = base_model if base_model and _is_hub_id(base_model) else None
     data = ModelCardData(
@@ -79,7 +86,7 @@ def model_card(
         pipeline_tag="text-generation",
         base_model=hub_id,
         base_model_relation="quantized" if hub_id else None,
-        tags=["hf-lowbit", *(tag for part in parts for tag in part.tags)],
+        tags=["hf-lowbit", *dict.fromkeys(tag for part in parts for tag in part.tags)],
     )
     body = _BODY.format(
         name=repo_id or "PATH_OR_REPO_ID",

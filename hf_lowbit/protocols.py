@@ -117,6 +117,16 @@ class Report(Protocol):
         ...
 
 
+class Reports(dict):
+    """Reports of several methods by name; a :class:`Report` itself."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: report.to_dict() for name, report in self.items()}
+
+    def summary(self) -> str:
+        return "\n".join(report.summary() for report in self.values())
+
+
 class Calibration(NamedTuple):
     """Texts of a calibration and how to run it; a method refuses what it has no use for.
 
@@ -183,6 +193,10 @@ class Method(Protocol):
 
     def attach(self, model, config, tables: list | None = None) -> None:
         """Put the tables on the model: the given ones, or empty ones for a checkpoint to fill."""
+        ...
+
+    def detach(self, model) -> None:
+        """Remove the tables, and whatever else :meth:`attach` left on the model; nothing if there are none."""
         ...
 
     def validate(self, model) -> None:

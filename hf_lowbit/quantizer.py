@@ -10,10 +10,10 @@ from transformers.quantizers.base import HfQuantizer
 
 from . import artifact, generation
 from .compat import dtypes_to_load, restore_dtypes
-from .config import DAMPConfig, LoopVQConfig, LowBitConfig
+from .config import DAMPConfig, LoopVQConfig, LowBitConfig, lowbit_config
 from .data import Texts, calibration_texts
-from .methods import METHODS, check, method_of
-from .protocols import Calibration, Report
+from .methods import METHODS, check, methods_on
+from .protocols import Calibration, Report, Reports
 from .registration import register_quantizer_class
 
 
@@ -127,9 +127,10 @@ def calibrate(
     """Calibrate a loaded model in place; afterwards its ``generate`` uses the low-bit cache.
 
     Args:
-        model: a causal LM in full precision: a looped one for LoopVQ, one with gated delta-rule layers for DAMP.
+        model: a causal LM in full precision: a looped one for LoopVQ, one with gated delta-rule layers for DAMP, and for
+            LoopVQ if it has attention layers, too. Tables of the other method that it carries already stay.
         tokenizer: for ``dataset``.
-        config: what to fit.
+        config: what to fit; a LowBitConfig may name both methods.
         dataset: texts, or the path of a JSONL file of ``{"text": ...}`` lines. For DAMP a line may also name its
             ``"domain"``: domains then take equal parts in every split. Lists may hold such dicts as well.
         extra_dataset: LoopVQ only: more texts, for fine-tuning only and never held out; as many sequences as they fill.
@@ -140,7 +141,8 @@ def calibrate(
         progress: show progress bars.
 
     Returns:
-        What was done and measured. The model is unchanged if an error is raised.
+        What was done and measured; of both methods, :class:`~hf_lowbit.protocols.Reports`. The model is unchanged if an
+        error is raised.
 
     Raises:
         TypeError: the model has no layers that the method works on.
@@ -157,14 +159,19 @@ def calibrate(
         )
     if isinstance(config, (LoopVQConfig, DAMPConfig)):
         config = LowBitConfig(**{"loopvq" if isinstance(config, LoopVQConfig) else "damp": config})
-    method, settings = method_of(config)
     other = getattr(model, "hf_quantizer", None)
     if other is not None and not isinstance(other, LowBitQuantizer):
         raise ValueError(
             f"this model's weights are quantized by {type(other).__name__}; a checkpoint records one quantization "
             "method, so calibrate the unquantized model."
         )
-    check(model, method)
+    for name in config.methods:
+        check(model, METHODS[name])
+    if len(config.methods) > 1 and (extra_dataset is not None or resume_dir is not None):
+        raise ValueError(
+            "extra_dataset and resume_dir belong to one method; calibrate for one after the other, each call keeps what the "
+            "other made."
+        )
     if dataset is None:
         raise ValueError("calibration needs dataset=: a list of texts, or the path of a JSONL file of them.")
     if not callable(tokenizer):
@@ -173,32 +180,48 @@ def calibrate(
         )
     texts, domains = calibration_texts(dataset)
     fingerprint = artifact.weights_fingerprint(model)
-    settings, tables, report = method.fit(
-        model,
-        settings,
-        Calibration(
-            tokenizer=tokenizer,
-            texts=texts,
-            domains=domains,
-            extra=None if extra_dataset is None else calibration_texts(extra_dataset)[0],
-            fingerprint=fingerprint,
-            resume_dir=None if resume_dir is None else os.fspath(resume_dir),
-            progress=progress,
-        ),
+    calibration = Calibration(
+        tokenizer=tokenizer,
+        texts=texts,
+        domains=domains,
+        extra=None if extra_dataset is None else calibration_texts(extra_dataset)[0],
+        fingerprint=fingerprint,
+        resume_dir=None if resume_dir is None else os.fspath(resume_dir),
+        progress=progress,
     )
-    artifact.detach(model)
+    kept = _other_settings(model, config, fingerprint)
+    made = {}
+    for name, settings in config.methods.items():
+        made[name] = METHODS[name].fit(model, settings, calibration)
+    if not kept:
+        artifact.detach(model)
     try:
-        method.attach(model, settings, tables)
+        for name, (settings, tables, _) in made.items():
+            METHODS[name].detach(model)
+            METHODS[name].attach(model, settings, tables)
         artifact.attach_fingerprint(model, fingerprint)
+        settings = kept | {name: settings for name, (settings, _, _) in made.items()}
+        mark_quantized(model, LowBitConfig(**settings, fingerprint=fingerprint))
         artifact.validate(model)
     except BaseException:
         artifact.detach(model)
         raise
-    mark_quantized(
-        model, config.replace(**{method.name: settings}, fingerprint=fingerprint, dataset=None, tokenizer=None)
-    )
     generation.enable(model)
-    return report
+    reports = {name: report for name, (_, _, report) in made.items()}
+    return Reports(reports) if len(reports) > 1 else next(iter(reports.values()))
+
+
+def _other_settings(model, config: LowBitConfig, fingerprint: str) -> dict[str, LoopVQConfig | DAMPConfig]:
+    """Settings of the methods that the model was calibrated for before and is not now; their tables stay."""
+    found = [method for method in methods_on(model) if method.name not in config.methods]
+    if found and artifact.stored_fingerprint(model) != fingerprint:
+        tables, names = (" and ".join(getattr(method, what) for method in found) for what in ("tables", "name"))
+        warnings.warn(
+            f"the model's {tables} were fitted to other weights and are removed; calibrate for {names} again.",
+            stacklevel=3,
+        )
+        return {}
+    return {method.name: getattr(lowbit_config(model), method.name) for method in found}
 
 
 def mark_quantized(model, config: LowBitConfig) -> None:

@@ -12,8 +12,10 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from . import common
+from .artifact_files import read_json
 
 
 NAME = "calibrate"
@@ -26,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--method",
         choices=tuple(FLAGS),
         default="loopvq",
-        help="loopvq: KV cache of looped models (default); damp: states of Gated DeltaNet and Kimi Delta Attention",
+        help="loopvq: KV cache of looped models and of hybrid models' attention layers (default); damp: states of Gated "
+        "DeltaNet and Kimi Delta Attention. For both, calibrate the artifact of one method for the other",
     )
     parser.add_argument(
         "--data",
@@ -200,7 +203,8 @@ def run(args: argparse.Namespace) -> None:
             resume_dir=resume_dir,
             progress=not args.quiet,
         )
-        save_artifact(model, tokenizer, report, output, args.overwrite, base_model=args.model)
+        reports = _with_other_reports(model, args.method, report, Path(args.model))
+        save_artifact(model, tokenizer, reports, output, args.overwrite, base_model=args.model)
     except BaseException as error:
         # Wrong input leaves nothing worth continuing, unless an earlier run did (say, with other settings).
         if resumable and not kept:
@@ -223,15 +227,30 @@ def _has_files(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
+def _with_other_reports(model, method: str, report, source: Path) -> dict[str, Any]:
+    """The report's dict; of a model that carries tables of both methods, ``{method: report}`` with what ``source`` has."""
+    from ..methods import methods_on
+    from ..model_card import REPORT_NAME
+
+    others = [other.name for other in methods_on(model) if other.name != method]
+    if not others:
+        return report.to_dict()
+    path = source / REPORT_NAME
+    known = read_json(path) if path.is_file() else {}
+    if known and not known.keys() <= FLAGS.keys():
+        known = {others[0]: known}  # of an artifact with one method
+    return known | {method: report.to_dict()}
+
+
 def save_artifact(
-    model, tokenizer, report, output: Path, overwrite: bool = False, base_model: str | None = None
+    model, tokenizer, report: dict[str, Any], output: Path, overwrite: bool = False, base_model: str | None = None
 ) -> None:
     """Write model, tables, tokenizer, ``calibration_report.json`` and the model card to ``output``, or nothing.
 
     Args:
         model: a calibrated model.
         tokenizer: saved beside it.
-        report: what ``calibrate`` returned.
+        report: ``to_dict()`` of what ``calibrate`` returned.
         output: the new folder.
         overwrite: replace ``output`` if it is not empty.
         base_model: where the model came from, for the card.
@@ -242,5 +261,5 @@ def save_artifact(
     with common.new_folder(output, overwrite) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        write_json(folder / REPORT_NAME, report.to_dict())
-        model_card(model, report.to_dict(), base_model).save(folder / "README.md")
+        write_json(folder / REPORT_NAME, report)
+        model_card(model, report, base_model).save(folder / "README.md")

@@ -77,7 +77,7 @@ def _demo(args: argparse.Namespace, output: Path) -> None:
     report = calibrate(model, tokenizer, LowBitConfig(loopvq=config), dataset=texts, progress=not args.quiet)
     print(report.summary())
 
-    save_artifact(model, tokenizer, report, output, args.overwrite)
+    save_artifact(model, tokenizer, report.to_dict(), output, args.overwrite)
     model = common.load_model(str(output), args.device, "float32")
     assert_quantized(model)
     print("3. saved and loaded again with from_pretrained" + (f": {args.output}" if args.output else ""))

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         if "damp" not in found["config"]:
             raise ValueError(f"--plot draws the protected rows of recurrent states, and {args.artifact} has none")
-        inspect_damp.plot(found, args.plot)
+        inspect_damp.plot(_part(found, "damp"), args.plot)
     if args.verify:
         common.load_model(args.artifact, "cpu", "auto")  # raises unless the tables belong to the weights
         found["verified"] = True
@@ -49,7 +49,8 @@ def read_artifact(name: str) -> dict[str, Any]:
     Returns:
         JSON-serializable: ``model`` (sizes), ``config`` (the quantization_config), ``fingerprint`` as stored beside the
         tables, ``weight_bytes``, ``calibration``, the calibration report or None if there is none, and what ``read`` of
-        the method's view adds: ``layers`` and bytes of the tables.
+        the method's view adds: ``layers`` and bytes of the tables. Of an artifact with both methods that stands under
+        their names, as the calibration reports do.
 
     Raises:
         OSError: no such artifact. ValueError: not one of ours, or damaged.
@@ -88,11 +89,18 @@ def read_artifact(name: str) -> dict[str, Any]:
         "weight_bytes": weight_bytes,
         "calibration": read_json(report) if report.is_file() else None,
     }
-    for method in methods:
-        found |= _VIEWS[method].read(tables[method], stored[method], str(name))
-    return found
+    parts = {method: _VIEWS[method].read(tables[method], stored[method], str(name)) for method in methods}
+    return found | (parts if len(parts) > 1 else next(iter(parts.values())))
 
 
 def format_artifact(found: dict[str, Any]) -> str:
-    (view,) = (view for name, view in _VIEWS.items() if name in found["config"])
-    return "\n".join([f"artifact     {found['artifact']}", *view.lines(found)])
+    views = {name: view for name, view in _VIEWS.items() if name in found["config"]}
+    parts = ["\n".join(view.lines(_part(found, name))) for name, view in views.items()]
+    return f"artifact     {found['artifact']}\n" + "\n\n".join(parts)
+
+
+def _part(found: dict[str, Any], method: str) -> dict[str, Any]:
+    """What concerns one method, as if it were the only one."""
+    if method not in found:
+        return found
+    return found | found[method] | {"calibration": (found["calibration"] or {}).get(method)}

@@ -18,6 +18,7 @@ from .attach import (
     damp_config,
     damp_layout,
     damp_tables,
+    detach_damp,
     stored_bytes,
 )
 from .cache import DAMPStateCache
@@ -69,14 +70,14 @@ class Damp:
     def attach(self, model, config: DAMPConfig, tables: list[DampPlan] | None = None) -> None:
         attach_damp(model, config, tables)
 
+    def detach(self, model) -> None:
+        detach_damp(model)
+
     def validate(self, model) -> None:
-        # A calibration validates what it has just made before it writes the settings.
-        loaded = getattr(model.config, "quantization_config", None) is not None
         for layer, tables in zip(DeltaSpec.of(model).layers, damp_tables(model), strict=True):
             try:
                 plan = tables.plan()
-                if loaded:
-                    check_rows(plan, damp_config(model).high_rows(layer.dk))
+                check_rows(plan, damp_config(model).high_rows(layer.dk))
             except ValueError as error:
                 raise ValueError(
                     f"the DAMP tables of layer {layer.index} are wrong ({error}); the artifact is damaged."
@@ -142,7 +143,7 @@ class Damp:
                 f"Beside them the file holds tables for the recurrent states of {len(layers)} gated delta-rule layers, "
                 f"fitted with hf_lowbit (DAMP). In each head {' or '.join(map(str, rows))} key rows are kept in FP16, "
                 f"those whose rounding errors are large and live long, and the others in INT{config.low_bits} with one "
-                f"scale for 32 values: {bits:.4g} bits a value instead of 32. Attention layers keep their ordinary cache."
+                f"scale for 32 values: {bits:.4g} bits a value instead of 32."
             ),
             rows=details,
         )

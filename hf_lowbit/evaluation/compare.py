@@ -16,6 +16,7 @@ from ..compat import CACHE_ARG
 from ..config import lowbit_config
 from ..data import Task
 from ..generation import make_cache
+from ..protocols import KVAttention
 from .greedy import Generations, generate_greedily, left_pad
 from .metrics import accuracy, divergence, repeats
 from .storage import full_cache_bytes, recurrent_states
@@ -71,7 +72,8 @@ def evaluate(
         ``{"full": ..., "quantized": ..., "settings": ...}``, JSON-serializable. Both sides have the keys ``METRICS``:
         kl_mean (nats) and top1_agreement against the full-precision cache; first_divergence, the mean index of the
         first generated token that differs (identical generations count with their length, so the full side holds the
-        mean length); accuracy by task and its mean over tasks; bits_per_element of what is quantized; cache_bytes, what
+        mean length); accuracy by task and its mean over tasks; bits_per_element of what is quantized (of keys and values,
+        where they and states both are); cache_bytes, what
         one sequence of ``settings["cache_prompt_tokens"]`` tokens occupies (codebooks and index tables are shared by all
         sequences and listed in ``cache_detail``); tokens_per_second, new tokens over wall time. For recurrent states also
         ``STATE_METRICS``: bits per element of the states, measured from the tensors with all their scales, and the bytes
@@ -203,8 +205,9 @@ def _storage(
         full["state_bits_per_value"] = 8 * full["state_bytes"] / sum(state.numel() for state in states)
         full["bits_per_element"] = full["state_bits_per_value"]
         quantized |= {"state_bytes": report.state_bytes, "state_bits_per_value": report.state_bits_per_value}
-    else:
-        full["bits_per_element"] = 8.0 * next(layer.keys for layer in stock.layers).element_size()
+    if isinstance(ours, KVAttention):  # codes for keys and values
+        keys = next(layer.keys for layer in stock.layers if hasattr(layer, "keys"))
+        full["bits_per_element"] = 8.0 * keys.element_size()
     return full, quantized, str(ours.backend)
 
 

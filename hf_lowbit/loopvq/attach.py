@@ -8,6 +8,7 @@ from ..config import LoopVQConfig, lowbit_config
 from .codebook import LoopVQCodebook
 from .grouping import Grouping
 from .spec import LoopSpec
+from .stock import hand_over_keys, keep_keys
 
 
 NAME = "loopvq"  # of the codebook module inside an attention module
@@ -25,10 +26,12 @@ def attach_loopvq(model, config: LoopVQConfig, codebooks: Iterable[LoopVQCodeboo
         ]
     for attention, codebook in zip(spec.layers, codebooks, strict=True):
         attention.add_module(NAME, codebook)
+    hand_over_keys(model)
 
 
 def detach_loopvq(model) -> None:
-    """Remove the codebooks."""
+    """Remove the codebooks; a hybrid model keeps its keys to itself again."""
+    keep_keys(model)
     for module in list(model.modules()):
         if isinstance(getattr(module, NAME, None), LoopVQCodebook):
             delattr(module, NAME)

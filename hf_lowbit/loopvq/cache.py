@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from hf_lowbit_kernels import (
     RopeTables,
@@ -41,6 +42,12 @@ from .store import LayerStore
 
 # Spare pages that a decode step asks for when codes have to grow: 512 tokens between two captures of its graphs.
 STEP_PAGES = 64
+
+_NO_CROP = (
+    "a cache with recurrent states cannot drop tokens: a state holds the whole past in one matrix, and earlier ones are not "
+    "kept. Assisted generation and prompt look-up need that and do not work with hybrid models; for anything else, "
+    "deepcopy the cache before the tokens in question, or reset() it and prefill again."
+)
 
 
 class LoopVQSlot(CacheLayerMixin):
@@ -111,7 +118,10 @@ def _due_pages(coded: list[int], coded_after: list[int]) -> list[tuple[int, int]
 
 
 class LoopVQCache(Cache):
-    """KV cache of a calibrated looped model in 0.25 to 2 bits an element. Allocates nothing until it is used.
+    """KV cache of a calibrated looped or hybrid model in 0.25 to 2 bits an element. Allocates nothing until it is used.
+
+    The other layers of a hybrid model keep their states in a cache of their own, :attr:`states`, whose slots stand among
+    the slots of this one.
 
     Args:
         model: a calibrated model (or anything carrying its codebooks).
@@ -123,10 +133,12 @@ class LoopVQCache(Cache):
             never. True: raise where it is not possible.
         max_cache_len: tokens per row to reserve codes for at once. Without it room grows in steps (``generate`` says how
             far it may go); each of them captures the graphs again. A longer text still grows it.
+        states: hybrid models: makes an empty cache for the recurrent layers; None: transformers' own, in full precision.
 
     Attributes:
         backend: "cuda", "triton" or "reference", the path of decode attention. Prefill attends through PyTorch's
             scaled_dot_product_attention on every device.
+        states: hybrid models: the cache of the recurrent layers; None for a looped model.
 
     Raises:
         ValueError: the model carries no codebooks, or an option is out of range.
@@ -148,6 +160,7 @@ class LoopVQCache(Cache):
         backend: str = "auto",
         cuda_graphs: bool | None = None,
         max_cache_len: int | None = None,
+        states: Callable[[], Cache] | None = None,
     ):
         config = loopvq_config(model)
         self.spec = LoopSpec.of(model)
@@ -167,35 +180,50 @@ class LoopVQCache(Cache):
         self._max_cache_len = max_cache_len
         self.backend = self._choose_backend(backend, strict)
         self.ring = self.window + PAGE
-        obstacle = "decode attention on the reference path reads lengths on the host"
+        self._make_states = None
+        if self.spec.cache_slots is not None:
+            text_config = model.config.get_text_config(decoder=True)
+            self._make_states = states or (lambda: DynamicCache(config=text_config))
+        elif states is not None:
+            raise ValueError("states= is for hybrid models; this one has no recurrent layers.")
+        super().__init__(layers=[LoopVQSlot(self) for _ in range(self.spec.slots)])
+        self._forget()
         self._graphs = StepGraphs(
             getattr(model, "base_model", model),
             cuda_graphs,
-            obstacle if self.backend == "reference" else None,
+            self._graph_obstacle(),
             lambda: [codebook.derived() for codebook in self.codebooks],
         )
         if cuda_graphs and self._graphs.problem:
             raise FallbackError(f"cuda_graphs=True is not possible here: {self._graphs.problem}.")
-        super().__init__(layers=[LoopVQSlot(self) for _ in range(self.spec.slots)])
-        self.reset()
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget everything, tensors included."""
+        self._graphs.drop()
+        self._forget()
+
+    def _forget(self) -> None:
         self._stores: list[LayerStore] | None = None
         self._capacity = 0  # pages per row
         self._longest: int | None = None  # columns that generate() will not exceed
         self._rope: dict[torch.device, RopeTables] = {}
         self._chunk: _Chunk | DecodeStep | None = None  # the forward pass that is running
         self._step: DecodeStep | None = None  # kept between steps
-        self._graphs.drop()
         self._seen = 0  # columns, padding included: what transformers calls the sequence length
         self._lengths: list[int] = []  # real tokens per row
         self._coded: list[int] = []  # coded tokens per row, multiples of 8
         self._columns: list[
             tuple[bool, ...] | None
         ] = []  # which rows the last columns belong to (None: all), for crop
+        self.states = None
+        if self._make_states is not None:
+            # Made anew: transformers' own layers keep tensors, or their length, when they are reset.
+            self.states = self._make_states()
+            self.layers = list(self.states.layers)
+            for slot in self.spec.cache_slots:
+                self.layers[slot] = LoopVQSlot(self)
 
     @property
     def batch_size(self) -> int | None:
@@ -236,6 +264,10 @@ class LoopVQCache(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
+    def update_recurrent_state(self, recurrent_states, layer_idx: int, state_idx: int = 0, **kwargs):
+        """Of a hybrid model's other layers."""
+        return self.states.update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
     def __deepcopy__(self, memo):
         # Codebooks belong to the model: a copied cache (a shared prompt prefix, say) must not copy 200 MB of tables.
         for shared in (*self.codebooks, *self.spec.layers, self.spec.rotary):
@@ -262,25 +294,36 @@ class LoopVQCache(Cache):
                 "an earlier forward pass with this LoopVQCache did not finish (an exception, or out of memory), so its "
                 "states are incomplete; call reset() and start again from the prompt."
             )
+        if valid is not None:
+            empty = [b for b, n in enumerate(valid.sum(1).tolist()) if n + (self._lengths or [0] * batch)[b] == 0]
+            if empty:
+                raise ValueError(
+                    f"rows {empty} of the batch hold no token at all (empty prompt, or attention_mask all zero); give "
+                    "every row at least one token."
+                )
         if count > 1:
             self._reserve(self._pages_of(self._seen + count), PAGE)
         size = self.prefill_chunk_size
         if count <= size:
             return self._run_piece(inputs_embeds, valid, forward_chunk)
         back = None
-        if valid is not None:
+        if valid is not None and self.states is None:
             # Pack every row to the left, so that its chunks end at the same real positions as they would without the
             # padding: which tokens are seen as codes must not depend on a row's neighbours.
             order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
             back = order.argsort(dim=1)
             inputs_embeds = inputs_embeds.gather(1, order.unsqueeze(-1).expand_as(inputs_embeds))
             valid = valid.gather(1, order)
+        # Recurrent layers need the columns in their order, padding on the left. Counted from the end, chunks end at the
+        # same real positions as without the padding all the same: then the first one is the short one.
+        short = count % size if self.states is not None else 0
+        borders = [0, *range(short or size, count, size), count]
         parts = []
-        for i in range(0, count, size):
-            piece = None if valid is None else valid[:, i : i + size]
+        for begin, end in zip(borders, borders[1:]):
+            piece = None if valid is None else valid[:, begin:end]
             if piece is not None and bool(piece.all()):
                 piece = None
-            parts.append(self._run_piece(inputs_embeds[:, i : i + size], piece, forward_chunk))
+            parts.append(self._run_piece(inputs_embeds[:, begin:end], piece, forward_chunk))
         merged = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
         if back is not None:
             self._columns = self._columns_of(valid.gather(1, back))
@@ -336,6 +379,17 @@ class LoopVQCache(Cache):
         valid = mask[:, self._seen :] != 0
         return None if bool(valid.all()) else valid
 
+    def _graph_obstacle(self) -> str | None:
+        """Why the cache's own part of a step cannot be captured, or None."""
+        if self.backend == "reference":
+            return "decode attention on the reference path reads lengths on the host"
+        return None
+
+    def _state_tensors(self) -> Iterable[torch.Tensor]:
+        """What one-token steps read and change of a hybrid model's states: a graph needs them where they were."""
+        kept = (getattr(slot, name, {}) for slot in self.layers for name in ("recurrent_states", "conv_states"))
+        return (state for states in kept for state in states.values() if isinstance(state, torch.Tensor))
+
     def _run_piece(self, inputs_embeds, valid, forward_chunk) -> dict:
         if inputs_embeds.shape[1] == 1 and valid is None:
             return self._run_step(inputs_embeds, forward_chunk)
@@ -367,6 +421,8 @@ class LoopVQCache(Cache):
             out = forward(inputs_embeds)
         else:
             key = getattr(forward_chunk, "graph_key", None)
+            if key is not None and self.states is not None:
+                key = (key, *(tensor.data_ptr() for tensor in self._state_tensors()))
             try:
                 out = self._graphs.run(step.pages, key, inputs_embeds, forward)
             except FallbackError:
@@ -390,11 +446,6 @@ class LoopVQCache(Cache):
             raise ValueError(
                 f"no new tokens: the cache holds {self._seen} already, and the input adds none. Pass the whole text so far "
                 "and something new after it, or reset() the cache."
-            )
-        if min(end, default=0) == 0:
-            raise ValueError(
-                f"rows {[b for b, n in enumerate(end) if n == 0]} of the batch hold no token at all (empty prompt, or "
-                "attention_mask all zero); give every row at least one token."
             )
         coded_after = self._coded_at(end, coded)
         positions = offsets + torch.tensor(start, device=device).unsqueeze(1)
@@ -641,6 +692,8 @@ class LoopVQCache(Cache):
         if len(rows) != len(self._lengths):
             self._graphs.drop()
         index, pages = torch.tensor(rows, dtype=torch.long), max(self._coded) // PAGE
+        if self.states is not None:
+            self.states.reorder_cache(index)
         for store in self._stores:
             store.select(index, pages)
         self._lengths = [self._lengths[r] for r in rows]
@@ -667,7 +720,10 @@ class LoopVQCache(Cache):
         Raises:
             ValueError: a removed token is coded already. Codes are written once and are not decoded back, so the cut
                 must lie within the recent window.
+            RuntimeError: the model has recurrent layers, whose earlier states are not kept.
         """
+        if self.states is not None:
+            raise RuntimeError(_NO_CROP)
         remove = -max_length if max_length <= 0 else self._seen - max_length
         if remove <= 0:
             return
@@ -683,6 +739,15 @@ class LoopVQCache(Cache):
         self._lengths = [n - k for n, k in zip(self._lengths, lost)]
         self._seen -= remove
         self._columns = self._columns[:-remove]
+
+    def activate_past_recording(self) -> None:
+        """It prepares :meth:`crop`, which needs nothing here.
+
+        Raises:
+            RuntimeError: the model has recurrent layers, see :meth:`crop`.
+        """
+        if self.states is not None:
+            raise RuntimeError(_NO_CROP)
 
     # -- what the evaluation asks ------------------------------------------------------------------------------------
 
@@ -727,8 +792,13 @@ class LoopVQCache(Cache):
             full_precision=tokens * elements_per_token * itemsize,
             tokens=tokens,
             coded_tokens=coded,
+            states=self._state_bytes(),
             bits_per_element=8 * used / (coded * elements_per_token) if coded else None,
         )
+
+    def _state_bytes(self) -> int:
+        """Bytes of the recurrent and convolution states of a hybrid model's other layers, kept by transformers."""
+        return sum(state.nbytes for state in self._state_tensors())
 
     def __repr__(self) -> str:
         g = self.grouping

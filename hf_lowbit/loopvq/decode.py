@@ -134,7 +134,8 @@ class DecodeStep:
             ``[B, Hq, D]``.
         """
         token = (query[:, :, 0], key[:, :, 0], value[:, :, 0], cos[:, 0], sin[:, 0])
-        return rope_store(*token, window[0], window[1], self.on(window.device).slot, rotate_key=False)
+        rotated = rope_store(*token, window[0], window[1], self.on(window.device).slot, rotate_key=False)
+        return rotated.to(query.dtype)  # as `rotate`
 
     def encode(self, window: torch.Tensor, codes: torch.Tensor, codebook: LoopVQCodebook, block: int) -> None:
         """Turn the due pages of one block into codes.

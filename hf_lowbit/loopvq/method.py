@@ -10,11 +10,12 @@ import torch
 from ..config import LoopVQConfig, lowbit_config
 from ..data import calibration_sequences
 from ..protocols import Calibration, CardText
-from .attach import NAME, attach_loopvq, loopvq_codebooks
+from .attach import NAME, attach_loopvq, detach_loopvq, loopvq_codebooks
 from .cache import LoopVQCache
 from .calibration import CalibrationReport, fit
 from .codebook import SIDES, LoopVQCodebook
 from .spec import LoopSpec
+from .stock import handing_over_keys
 
 
 class LoopVQ:
@@ -42,20 +43,24 @@ class LoopVQ:
             return calibration_sequences(texts, calibration.tokenizer, count, config.sequence_length, seed=config.seed)
 
         main = sequences(calibration.texts, config.sequences)
-        codebooks, report = fit(
-            model,
-            config,
-            main,
-            fingerprint=calibration.fingerprint,
-            extra=None if calibration.extra is None else sequences(calibration.extra, None),
-            resume_dir=calibration.resume_dir,
-            progress=calibration.progress,
-        )
+        with handing_over_keys(model):
+            codebooks, report = fit(
+                model,
+                config,
+                main,
+                fingerprint=calibration.fingerprint,
+                extra=None if calibration.extra is None else sequences(calibration.extra, None),
+                resume_dir=calibration.resume_dir,
+                progress=calibration.progress,
+            )
         # "The largest T_c that fits" must not mean something else to a later release: the artifact names its own.
         return dataclasses.replace(config, loop_group_size=codebooks[0].grouping.steps_per_code), codebooks, report
 
     def attach(self, model, config: LoopVQConfig, tables: list[LoopVQCodebook] | None = None) -> None:
         attach_loopvq(model, config, tables)
+
+    def detach(self, model) -> None:
+        detach_loopvq(model)
 
     def validate(self, model) -> None:
         for layer, codebook in enumerate(loopvq_codebooks(model)):
@@ -107,6 +112,7 @@ class LoopVQ:
 
     def card(self, model, report: dict[str, Any] | None) -> CardText:
         config, grouping = lowbit_config(model).loopvq, loopvq_codebooks(model)[0].grouping
+        spec = LoopSpec.of(model)
         group, steps = grouping.group_size, grouping.steps_per_code
         rows = {
             "data": f"{config.sequences} sequences x {config.sequence_length} tokens, seed {config.seed}",
@@ -117,11 +123,12 @@ class LoopVQ:
             rows["held-out KL after k-means"] = f"{report['held_out'][0]:.4g} nats per token"
             rows["held-out KL of the codebooks kept"] = f"{best:.4g} nats per token"
         return CardText(
-            tags=["loopvq", "kv-cache", "looped-transformer"],
+            tags=["loopvq", "kv-cache", "linear-attention" if spec.cache_slots else "looped-transformer"],
             title=f"{config.bits:g}-bit KV cache",
             cache=f"the {config.bits:g}-bit cache",
             description=(
-                "Beside them the file holds codebooks for the KV cache, fitted with hf_lowbit. All but the first "
+                f"Beside them the file holds codebooks for the KV cache{' of the attention layers' if spec.cache_slots else ''}, "
+                "fitted with hf_lowbit. All but the first "
                 f"{config.sink_tokens} and the {config.recent_window} most recent tokens are stored as 8-bit codes, one "
                 f"for {group} elements of keys or values ({group // steps} channels of {steps} loop "
                 f"step{'s' if steps > 1 else ''}): {config.bits:g} bit per element."

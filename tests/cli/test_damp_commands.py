@@ -98,7 +98,9 @@ def test_flags_of_damp_are_refused_for_loopvq_and_models_for_the_other_method(ba
     common_flags = ["--data", base / "calibration.jsonl", "--output", tmp_path / "out"]
     status, _, err = run("calibrate", base / "model", *common_flags, "--rows", "16")
     assert status == 2 and "--rows belongs to --method damp; --method loopvq takes --sequences" in err
-    status, _, err = run("calibrate", hybrid / "model", *common_flags)
+    build_model("kimi_linear").save_pretrained(tmp_path / "kimi")
+    tiny_model.build_tokenizer().save_pretrained(tmp_path / "kimi")
+    status, _, err = run("calibrate", tmp_path / "kimi", *common_flags)
     assert status == 2 and "LoopVQ works on looped models" in err and "Method 'damp' works on this model" in err
     status, _, err = run("calibrate", base / "model", *common_flags, *FLAGS)
     assert status == 2 and "DAMP works on models with gated delta-rule layers" in err and "'loopvq'" in err

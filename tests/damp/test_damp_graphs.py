@@ -10,8 +10,8 @@ import pickle
 import pytest
 import torch
 from damp_models import ARCHITECTURES, build_model, identity_plans, layouts, random_plans, tokens
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from tape import Tape
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from hf_lowbit import generation
@@ -25,32 +25,6 @@ from hf_lowbit.damp.full_precision import FullStateCache
 from hf_lowbit.errors import FallbackError
 from hf_lowbit.evaluation.storage import _tensors
 from hf_lowbit.graphs import StepGraphs
-
-
-class Tape(TorchDispatchMode):
-    """Records operations on tensors, and repeats them on the same tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
-            raise RuntimeError(f"{function} in a capture")
-        kwargs = kwargs or {}
-        out = function(*args, **kwargs)
-        aliases = [value.alias_info for value in function._schema.returns]
-        if all(alias is not None and not alias.is_write for alias in aliases):
-            return out  # a view, which is one of the same memory at every replay
-        self.calls.append((function, args, kwargs, None if aliases[0] is not None else out))
-        return out
-
-    def play(self):
-        for function, args, kwargs, out in self.calls:
-            new = function(*args, **kwargs)
-            if out is not None:  # None: changed in place
-                for old, value in zip(tree_leaves(out), tree_leaves(new), strict=True):
-                    old.copy_(value)
 
 
 class HostGraphs(StepGraphs):
