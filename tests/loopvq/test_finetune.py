@@ -219,7 +219,7 @@ def test_resume_refuses_another_calibration(make_model, prompt, tmp_path):
     model = make_model(num_hidden_layers=1)
     calibrated(model, prompt, tmp_path, epochs=0)
     config = LoopVQConfig(bits=0.5, recent_window=16, sequences=8, sequence_length=96, epochs=0)
-    with pytest.raises(ValueError, match=r"differs in \['config'"):
+    with pytest.raises(ValueError, match="epochs was|sequences was|bits was"):
         calibration.fit(model, config, torch.stack([prompt(96)] * 2), fingerprint="f", resume_dir=tmp_path)
 
 

@@ -53,7 +53,7 @@ class FusedDecode:
 
     def __init__(self, replaces: tuple[type[nn.Module], ...]):
         self.backend = "auto"
-        self.few_rows = 0
+        self.few_rows = 1
         self.problem: str | None = None
         self.packings = 0
         self._replaces = replaces
