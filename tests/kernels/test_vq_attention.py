@@ -107,8 +107,12 @@ def test_cuda_matches_reference(case, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("elements", [16, 32])
-def test_cuda_row_alone_equals_row_in_batch_bit_for_bit(elements, device):
-    case = replace(CUDA_BASE, lengths=(4000, 300, 1000, 81, 3, 2000, 77), elements=elements, heads=16)
+@pytest.mark.parametrize(
+    "lengths", [(4000, 300, 1000, 81, 3, 2000, 77), (3300, 4000, 8000, 3200, 7000, 5000, 3150, 7500, 90)], ids=str
+)
+def test_cuda_row_alone_equals_row_in_batch_bit_for_bit(lengths, elements, device):
+    # Rows with more than a quarter of all tokens are shared by a team's warps, and alone all are; others are not.
+    case = replace(CUDA_BASE, lengths=lengths, elements=elements, heads=16)
     inputs = attention_inputs(case, device)
     needs_cuda_kernel(inputs)
     together = vq_decode_attention(**in_cuda_layouts(inputs), backend="cuda")

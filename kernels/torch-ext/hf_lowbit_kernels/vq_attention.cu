@@ -11,11 +11,11 @@
 // and key are packed fp16, their sum over the lanes is fp32 on the tensor cores (a product with ones). Values: packed
 // fp16 within a span, fp32 from span to span. The softmax reference is raised only when a score exceeds it by 2^4.
 //
-// Order of sums: a row's pages are cut into slices, one for each team of 4 warps of the blocks (split, head), and a slice into
-// four parts. The warps of a team share the slices of a row that holds more than a quarter of all tokens, a part each;
-// other rows they take in turn, one after another all parts of a slice, so that starting and ending a row is paid for
-// once. Parts, then slices, are merged in a fixed order, whoever computed them: a row alone equals the row in any batch,
-// bit for bit.
+// Order of sums: a row's pages are cut into slices, one for each team of 4 warps of the blocks (split, head), and a slice
+// into four parts or two (see PARTS). The warps of a team share the slices of a row that holds more than a quarter of all
+// tokens, a part each; other rows they take in turn, one after another all parts of a slice, so that starting and ending
+// a row is paid for once. Parts, then slices, are merged in a fixed order, whoever computed them: a row alone equals the
+// row in any batch, bit for bit.
 //
 // Compiled by NVRTC without headers. Macros: CHANNELS (c: 4 or 8), HALF_INPUT (1: fp16 query and window, 0: bf16).
 
@@ -42,6 +42,9 @@ typedef unsigned long long u64;
 #define WARPS (TEAMS * TEAM)
 #define PARTIAL 132           // floats: 128 outputs, maximum, sum, two unused
 #define NONE -1.0e30f         // finite: a warp without tokens gives exp2(0) * 0 and not NaN
+// Parts of a slice: few for rows whose parts would be too short to start each, four where a single row must keep all warps
+// busy: short rows (latency is all that counts) and long ones.
+#define PARTS(coded) ((coded) >= 3072 && (coded) < 7168 ? 2 : TEAM)
 #define QUAD (4 / SUBS)       // full-precision tokens of a lane at a time: a warp takes four neighbours
 #define HEADROOM 4.0f         // log2: weights stay below 2^4, far from the limits of fp16
 
@@ -141,11 +144,12 @@ struct Stream {
     const u8 *kc, *vc;              // codes of this head and lane's group in the row
     int begin, end;                 // pages of the slice
     int page, part, last;           // of the next span to copy; the warp's last part
+    int step;                       // pages from one span of a part to the next
 
     __device__ __forceinline__ void copy8(u32 to, const void* from) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(to), "l"(from) : "memory");
     }
-    // Pages of a part: begin + 2 part, its neighbour, and so on every 2 TEAM pages.
+    // Pages of a part: begin + 2 part, its neighbour, and so on every 2 PARTS pages.
     __device__ __forceinline__ void skip_empty_parts() {
         while (page >= end && part < last) page = begin + 2 * ++part;
     }
@@ -160,7 +164,7 @@ struct Stream {
             copy8(at + 8, kc + (u64)page1 * stride_kcp);
             copy8(at + 32 * SPAN + 8, vc + (u64)page1 * stride_vcp);
 #endif
-            page += 2 * TEAM;
+            page += step;
             skip_empty_parts();
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -250,10 +254,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             sine[s][e] = s2.x; sine[s][e + 1] = s2.y;
         }
     }
-    // From one span of a part to its next lie 2 * TEAM pages, 64 positions.
-    float step_cos[C], step_sin[C];
-    load_row(step_cos, offset_cos + 16 * TEAM * HALF + in_half);
-    load_row(step_sin, offset_sin + 16 * TEAM * HALF + in_half);
+    float step_cos[C], step_sin[C];  // rotation from one span of a part to the next
+    int step = 0;
 
     // Column n of the sums is token n (and n + 8; with c = 8: n % 4 and n % 4 + 4) of the span.
     u32 ones[SPAN / 2];
@@ -307,8 +309,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         stream.begin = slice_begin(coded, slice, slices);
         stream.end = slice_end(coded, slice, slices);
         stream.part = shared ? member : 0;
-        stream.last = shared ? member : TEAM - 1;
-        stream.page = stream.begin + 2 * stream.part;
+        stream.last = shared ? member : PARTS(coded) - 1;
+        stream.step = 2 * PARTS(coded);
+        stream.page = stream.part < PARTS(coded) ? stream.begin + 2 * stream.part : stream.end;
         stream.skip_empty_parts();
         const u16* q = query + row * stride_qb + head * stride_qh;
 #pragma unroll
@@ -326,9 +329,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     while (row < batch) {
         stream.wait();
         const bool together = shared;
-        const int begin = stream.begin, end = stream.end, finished = row;
+        const int begin = stream.begin, end = stream.end, finished = row, parts = PARTS(coded);
+        if (step != stream.step) {
+            step = stream.step;
+            load_row(step_cos, offset_cos + 8 * step * HALF + in_half);
+            load_row(step_sin, offset_sin + 8 * step * HALF + in_half);
+        }
         int n = 0;
-        for (int part = together ? member : 0; part < TEAM; part++) {
+        // Of a shared row in fewer parts than warps, the last warps have empty ones.
+        for (int part = together ? member : 0; part < (together ? TEAM : parts); part++) {
         Softmax state;
         state.maximum = NONE;
         state.sum = 0.0f;
@@ -337,7 +346,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
 
         // Full-precision tokens go to the parts of the row in turn; on their way to L2 while the codes are attended to.
         const int window_tokens = min(length, sinks) + max(length - sinks - coded, 0);
-        const int window_first = 4 * (slice + slices * (TEAM - 1 - part)), window_step = 4 * slices * TEAM;
+        const int window_first = part < parts ? 4 * (slice + slices * (parts - 1 - part)) : window_tokens;
+        const int window_step = 4 * slices * parts;
         if (window_first + lane / 8 < window_tokens) {
             const i64 slot = window_slot(window_first + lane / 8, coded, sinks, ring);
             const u16* const from = lane & 4 ? v_window + row * stride_vwb + head * stride_vwh + slot * stride_vws
@@ -346,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         }
 
         // A lane's tokens: pages `page` and `page + 1` (c = 4), or page `page + sub` alone (c = 8).
-        const int first = begin + 2 * part;
+        const int first = part < parts ? begin + 2 * part : end;
         if (first < end) {
             float u[C], w[C];
             {
@@ -373,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                                  :: "r"(barrier + 8 * side) : "memory");
             }
 
-            for (int page = first; page < end; page += 2 * TEAM, n++) {
+            for (int page = first; page < end; page += step, n++) {
                 u32 k_word[SPAN / 4], v_word[SPAN / 4];
                 stream.wait();
                 stream.read(k_word, v_word, n);
@@ -547,7 +557,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         }
 
         // The next row sets out before this one is finished.
-        if (together || part == TEAM - 1) {
+        if (together || part == parts - 1) {
             row = find_row(row + 1);
             if (row < batch) start_row(row);
         }
@@ -588,9 +598,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         float top = NONE, sum = 0.0f;
         float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-        for (int i = 0; i < TEAM; i++) top = fmaxf(top, from[i * stride + DIM]);
+        for (int i = 0; i < TEAM; i++) top = fmaxf(top, i < parts ? from[i * stride + DIM] : NONE);
 #pragma unroll
         for (int i = 0; i < TEAM; i++) {
+            if (i >= parts) break;
             const float f = exp2_(from[i * stride + DIM] - top);
             const float4 a = *(const float4*)(from + i * stride + 4 * lane);
             sum += f * from[i * stride + DIM + 1];
