@@ -15,6 +15,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -102,9 +103,20 @@ class _Chunk:
     coded: list[int]
     coded_after: list[int]
     pages: list[tuple[int, int]] = field(init=False)
+    _kept: dict[tuple, Any] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self):
         self.pages = _due_pages(self.coded, self.coded_after)
+
+    def once(self, name: str, device: torch.device, make: Callable[[], Any]) -> Any:
+        """``make()``, which is the same in all layers and loop steps of the pass, made for the first of them.
+
+        Index tensors come from the host and from counting, which waits for the device: once a pass, not in each layer.
+        """
+        key = (name, device)
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
 
 def _due_pages(coded: list[int], coded_after: list[int]) -> list[tuple[int, int]]:
@@ -580,32 +592,38 @@ class LoopVQCache(Cache):
             out = F.scaled_dot_product_attention(query, rotated, value, is_causal=True, scale=scale, enable_gqa=gqa)
             return out.transpose(1, 2)
         device = query.device
-        keys, values, masks = [rotated], [value], [self._chunk_mask(device)]
+        keys, values = [rotated], [value]
+        mask, window_angles, code_angles = chunk.once("attention", device, lambda: self._angles_and_mask(key))
+        if window_angles is not None:
+            keys.append(rotate(store.window[step, 0], *window_angles))
+            values.append(store.window[step, 1])
+        if code_angles is not None:
+            most = max(chunk.coded)
+            keys.append(rotate(self._reconstruct(store, "key", layer, step, most, key.dtype), *code_angles))
+            values.append(self._reconstruct(store, "value", layer, step, most, key.dtype))
+        out = F.scaled_dot_product_attention(
+            query, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=mask, scale=scale, enable_gqa=gqa
+        )
+        return out.transpose(1, 2)
+
+    def _angles_and_mask(self, like: torch.Tensor) -> tuple[torch.Tensor, tuple | None, tuple | None]:
+        """Of a chunk's attention over itself, the window and the codes, in this order: bool mask ``[B, 1, n, total]``, and
+        cos and sin of the window's and of the codes' positions, None where there are none."""
+        chunk, device = self._chunk, like.device
+        masks, window_angles, code_angles = [self._chunk_mask(device)], None, None
         if max(chunk.start) > 0:
             start = torch.tensor(chunk.start, device=device).unsqueeze(1)
             coded = torch.tensor(chunk.coded, device=device).unsqueeze(1)
             positions = self._window_positions(start, coded)  # [B, S + R]
             held = (positions >= 0) & ((positions < self.sinks) | (positions >= self.sinks + coded))
-            window_cos, window_sin = self._cos_sin(positions.clamp_min(0), key)
-            keys.append(rotate(store.window[step, 0], window_cos, window_sin))
-            values.append(store.window[step, 1])
+            window_angles = self._cos_sin(positions.clamp_min(0), like)
             masks.append(held.unsqueeze(1).expand(-1, chunk.count, -1))
             most = max(chunk.coded)
             if most:
                 positions = self.sinks + torch.arange(most, device=device).unsqueeze(0)
-                code_cos, code_sin = self._cos_sin(positions, key)
-                keys.append(rotate(self._reconstruct(store, "key", layer, step, most, key.dtype), code_cos, code_sin))
-                values.append(self._reconstruct(store, "value", layer, step, most, key.dtype))
+                code_angles = self._cos_sin(positions, like)
                 masks.append((positions < self.sinks + coded).unsqueeze(1).expand(-1, chunk.count, -1))
-        out = F.scaled_dot_product_attention(
-            query,
-            torch.cat(keys, dim=2),
-            torch.cat(values, dim=2),
-            attn_mask=torch.cat(masks, dim=-1).unsqueeze(1),
-            scale=scale,
-            enable_gqa=gqa,
-        )
-        return out.transpose(1, 2)
+        return torch.cat(masks, dim=-1).unsqueeze(1), window_angles, code_angles
 
     def _chunk_mask(self, device: torch.device) -> torch.Tensor:
         """Causal within the chunk, real tokens only; bool ``[B, n, n]``. Padding sees itself: an empty row is NaN."""
@@ -640,21 +658,25 @@ class LoopVQCache(Cache):
         steps = range(block * size, (block + 1) * size)
         device = store.window.device
         if chunk.pages:
-            where = torch.tensor(chunk.pages, device=device)
-            rows, page = where[:, 0], where[:, 1]
-            positions = self.sinks + PAGE * page.unsqueeze(1) + torch.arange(PAGE, device=device)  # [pages, 8]
-            index = self._source_index(rows, positions)
+            rows, page, index = chunk.once("pages", device, lambda: self._due_index(device))
             for i, side in enumerate(SIDES):
                 states = torch.stack([self._source(store, i, step)[rows.unsqueeze(1), :, index] for step in steps])
                 codebook = self.codebooks[layer]
                 codes = codebook.encode(side, block, states.flatten(1, 2))  # states [T_c, pages * 8, H, D]
                 codes = codes.unflatten(0, (-1, PAGE)).transpose(1, 2)  # [pages, H, 8, NG]
                 store.codes[block, i, rows, page] = codes
-        row, column, index = self._tail(device)
+        row, column, index = chunk.once("tail", device, lambda: self._tail(device))
         for step in steps:
             key, value = store.pending.pop(step)
             store.window[step, 0, row, :, index] = key[row, :, column]
             store.window[step, 1, row, :, index] = value[row, :, column]
+
+    def _due_index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows and pages ``[pages]`` that the chunk encodes, and where their tokens are in :meth:`_source`, ``[pages, 8]``."""
+        where = torch.tensor(self._chunk.pages, device=device)
+        rows, page = where[:, 0], where[:, 1]
+        positions = self.sinks + PAGE * page.unsqueeze(1) + torch.arange(PAGE, device=device)
+        return rows, page, self._source_index(rows, positions)
 
     def _source(self, store: LayerStore, side: int, step: int) -> torch.Tensor:
         """``[B, H, S + R + n, D]``: the window, followed by the chunk."""

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from launches import Launches
 from oracle import Oracle
 
 from hf_lowbit import LoopVQCache
@@ -113,6 +114,23 @@ def test_window_borders(count, make_coded_model, prompt):
     assert torch.equal(tokens[0], expected)
     held = count + 11
     assert cache.coded_tokens[0] == 8 * (max(0, held - 72) // 8)
+
+
+def test_layers_share_what_a_pass_must_wait_for(make_coded_model, prompt):
+    """What is counted on the device or sent from the host is made once a pass, not in every layer."""
+
+    def waits(layers, ids, mask=None):
+        model = make_coded_model(num_hidden_layers=layers)
+        cache = LoopVQCache(model, prefill_chunk_size=96)
+        with torch.no_grad(), Launches() as launches:
+            model(ids, attention_mask=mask, **{CACHE_ARG: cache})
+        return [launches.names.count(name) for name in ("nonzero", "tril", "argsort")]
+
+    ids = torch.stack([prompt(250), prompt(250, seed=1)])
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    for given in (None, mask):
+        assert waits(1, ids, given) == waits(3, ids, given)
 
 
 def test_window_of_16_and_256(make_coded_model, prompt):
