@@ -7,6 +7,7 @@ import torch
 from .damp_layout import DampLayout, DampPlan, ErrorFeedback, Rounding
 from .damp_reference import damp_update_reference, decode_records, encode_records, from_stored, to_stored
 from .damp_update_cuda import damp_cuda_problem, damp_update_cuda
+from .on_device import on_device
 from .ops import MODEL_DTYPES, Backend, _choose, _require, _triton_problem
 
 
@@ -143,7 +144,8 @@ def damp_update(
     found = damp_backend(value.device, value.dtype, layout, nearest=rounding is None)
     name = _choose(backend, *found, value.device)
     _check_update(records, state_indices, query, key, value, g, beta, plan, layout, rounding)
-    run = {"cuda": damp_update_cuda, "triton": damp_update_triton, "reference": damp_update_reference}[name]
+    triton = on_device(damp_update_triton, value.device)
+    run = {"cuda": damp_update_cuda, "triton": triton, "reference": damp_update_reference}[name]
     return run(
         records, state_indices, query, key, value, g, beta, plan, layout,
         scale=layout.dk**-0.5 if scale is None else float(scale), normalize=normalize, rounding=rounding,

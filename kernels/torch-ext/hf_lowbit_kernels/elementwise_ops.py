@@ -13,6 +13,7 @@ from .elementwise_reference import (
     rope_store_reference,
     swiglu_reference,
 )
+from .on_device import on_device
 from .ops import MAX_HEAD_DIM, Backend, _choose, _require, _triton_problem
 
 
@@ -182,18 +183,6 @@ def _pick(backend: Backend, kernel, reference, *tensors: torch.Tensor, hidden: i
     if _choose(backend, available, reason, first.device) == "reference":
         return reference
     return on_device(kernel, first.device)
-
-
-def on_device(kernel, device: torch.device):
-    """``kernel``, launched on that device: Triton launches on the current one, wherever the tensors are."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return kernel
-
-    def guarded(*args, **kwargs):
-        with torch.cuda.device(device):
-            return kernel(*args, **kwargs)
-
-    return guarded
 
 
 def _misfit(tensors: tuple[torch.Tensor, ...]) -> str | None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from .on_device import on_device
 from .rope_tables import RopeTables
 from .vq_attention_cuda import cuda_kernel_problem, is_entry_major, vq_decode_attention_cuda
 from .vq_attention_reference import vq_decode_attention_reference
@@ -133,7 +134,7 @@ def vq_decode_attention(
         raise ValueError('backend="triton" needs contiguous tables, not entry-major ones.')
     run = {
         "cuda": vq_decode_attention_cuda,
-        "triton": vq_decode_attention_triton,
+        "triton": on_device(vq_decode_attention_triton, query.device),
         "reference": vq_decode_attention_reference,
     }[name]
     return run(
@@ -165,7 +166,7 @@ def vq_encode(
     available, reason = attention_backend(vectors.device, 2, 1, vectors.dtype)
     name = _choose(backend, available, reason, vectors.device)
     _check_encode(vectors, tables, half_norms)
-    run = vq_encode_triton if name == "triton" else vq_encode_reference
+    run = on_device(vq_encode_triton, vectors.device) if name == "triton" else vq_encode_reference
     return run(vectors, tables, half_norms)
 
 

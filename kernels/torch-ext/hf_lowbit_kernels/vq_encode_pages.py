@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from .elementwise_ops import on_device
+from .on_device import on_device
 from .ops import Backend, _check_encode, _choose, _require, attention_backend
 from .vq_encode_reference import vq_encode_reference
 
@@ -58,7 +58,7 @@ def vq_encode_pages(
     _require(window.dim() == 6 and window.shape[1] == 2, "window", window, "[T_c, 2, B, H, S, D]")
     steps, _, batch, heads, _, head_dim = window.shape
     for coder in (key, value):
-        _check_encode(window[:, 0, 0].transpose(1, 2), coder.tables, coder.half_norms)
+        _check_encode(window.select(1, 0).select(1, 0).transpose(1, 2), coder.tables, coder.half_norms)
         metric = coder.metric
         if (metric is None) != (key.metric is None) or coder.tables.shape != key.tables.shape:
             raise ValueError("key and value need tables of one shape, and both a metric or neither.")
