@@ -72,6 +72,11 @@ def machine(device: str) -> dict[str, Any]:
     return found
 
 
+def file_name(table: str, model: str | None) -> str:
+    """Of a table's JSON file; ``model`` is None for tables of kernels."""
+    return f"{table}.json" if model is None else f"{table}_{model}.json"
+
+
 @dataclass
 class Report:
     """Rows of one table on one model.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.report import write_json
+from .report import file_name
 
 
 NAME = "summary.json"
@@ -29,7 +30,9 @@ def write_summary(folder: Path) -> Path:
 
 
 def read_tables(folder: Path) -> dict[str, dict[str, Any]]:
-    """The tables of a folder by file name.
+    """The tables of a folder by file name, those under the names that `hf-lowbit bench` gives them.
+
+    A table that was kept under another name, an older run say, is left out: it would replace figures of the present one.
 
     Raises:
         ValueError: there is none.
@@ -38,7 +41,8 @@ def read_tables(folder: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and {"table", "command", "machine", "rows"} <= content.keys():
-            found[path.name] = content
+            if path.name == file_name(content["table"], content.get("model")):
+                found[path.name] = content
     if not found:
         raise ValueError(
             f"{folder} holds no table of `hf-lowbit bench`; run one first: hf-lowbit bench all --json {folder}"

@@ -81,7 +81,7 @@ def run_table(name: str, args: argparse.Namespace) -> list[str]:
     """Measure one table; returns what went wrong."""
     import torch
 
-    from ..bench.report import Options, Report
+    from ..bench.report import Options, Report, file_name
     from ..bench.shapes import HYBRID, LOOPED
     from ..bench.timing import release
     from ..config import LoopVQConfig
@@ -115,7 +115,7 @@ def run_table(name: str, args: argparse.Namespace) -> list[str]:
     )
     failed = []
     for model in models if table.MODELS else (None,):
-        path = args.json / (f"{name}.json" if model is None else f"{name}_{model}.json")
+        path = args.json / file_name(name, model)
         report = Report(path, name, model, command_of(name, model, args), table.METHOD, options, args.budget)
         table.run(report, options)
         report.save()

@@ -232,6 +232,11 @@ def test_summary_and_plot_read_a_folder(tmp_path):
     with pytest.raises(ValueError, match="holds no table"):
         write_summary(tmp_path)
     (tmp_path / "other.json").write_text("[1, 2]")
+    old = tables()["decode_ouro1.4b.json"]
+    old["rows"][1]["tpot_ratio"] = 0.9
+    (tmp_path / "decode_ouro1.4b_old.json").write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="holds no table"):
+        write_summary(tmp_path)
     for name, table in tables().items():
         (tmp_path / name).write_text(json.dumps(table))
     written = json.loads(write_summary(tmp_path).read_text())
@@ -244,6 +249,6 @@ def test_summary_and_plot_read_a_folder(tmp_path):
 def test_nothing_to_draw(tmp_path):
     pytest.importorskip("matplotlib")
     table = tables()["calibrate_ouro1.4b.json"]
-    (tmp_path / "t.json").write_text(json.dumps(table))
+    (tmp_path / "calibrate_ouro1.4b.json").write_text(json.dumps(table))
     with pytest.raises(ValueError, match="no table in .* has a row to draw"):
         plot(tmp_path)
