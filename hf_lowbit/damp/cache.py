@@ -155,7 +155,7 @@ class DAMPStateCache(StepCache):
         seed: of stochastic rounding; None takes the calibration's (without one: 0).
         backend: "cuda", "triton" or "reference" force a path of the packed update, "model" decodes the state, calls the
             model's own one-token function in FP32 and packs again; "auto" is the first of them that runs.
-        strict: raise instead of falling back when the update cannot run on the Triton kernel.
+        strict: raise instead of falling back when the update runs on neither kernel, CUDA or Triton, or is bypassed.
         prefill_chunk_size: longest piece of a prompt in one forward pass, for whoever feeds the model: a cache sees only
             the pieces it is given. None: whole prompts.
         cuda_graphs: None: run one-token steps as CUDA graphs where possible, which changes nothing but their speed. False:
@@ -170,7 +170,7 @@ class DAMPStateCache(StepCache):
         TypeError: the model has no gated delta-rule layers.
         ValueError: no tables and no plans, plans or layouts for other sizes, a key dimension above 256, or an option out
             of range.
-        FallbackError: ``strict`` and no Triton path, or ``cuda_graphs=True`` and no way to use them.
+        FallbackError: ``strict`` and no kernel, or ``cuda_graphs=True`` and no way to use them.
 
     Example:
         >>> cache = DAMPStateCache(model)                                       # doctest: +SKIP

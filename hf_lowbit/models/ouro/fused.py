@@ -3,9 +3,10 @@
 A decode step reads every weight once for one token a row, so a kernel that only adds or normalizes costs its launch and
 latency. Fused, a layer step is nine launches instead of about fifty: q, k, v in one matrix; RoPE with the cache's write;
 attention; o_proj; norm, residual, norm; gate and up in one matrix; SwiGLU; down_proj; norm, residual, next layer's norm.
+At batch 1 it is eight: SwiGLU belongs to the product before it (:attr:`FusedDecode.few_rows`).
 
 Merged matrices cost no memory: the parameters become views of one storage, once, and keep names, shapes and gradients.
-Moving the model undoes that, and the next prompt merges again. Projections that are not plain `nn.Linear`s (LoRA,
+Moving the model undoes that, and the next pass merges again. Projections that are not plain `nn.Linear`s (LoRA,
 quantized weights, hooks) are called one by one.
 """
 
@@ -46,7 +47,7 @@ class FusedDecode:
         backend: "auto": fused where the kernels run (CUDA). "off": never. "triton", "reference": force that
             implementation of the small operations.
         few_rows: steps of at most so many rows (the batch) multiply by `few_rows_linear` instead of by PyTorch, and
-            SwiGLU is part of its product: eight launches. 0: never.
+            SwiGLU is part of its product: eight launches. 1 by default; 0: never.
         problem: why the last one-token step did not run fused, or None.
         packings: how often weights were moved to a common storage. CUDA graphs captured before read freed memory.
     """
