@@ -30,6 +30,7 @@ class Oracle:
         self.freq = 1.0 / theta ** (torch.arange(0, self.dim, 2).float() / self.dim)
         self.keys, self.values = {}, {}  # (layer, step) -> list of [H, D]
         self.codes = {}  # (side, layer, block, p) -> [H, NG]
+        self.decoded = {}  # (side, layer, step, p) -> [H, D]
 
     def norm(self, x, name):
         return self.w[name] * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c.rms_norm_eps)
@@ -56,10 +57,13 @@ class Oracle:
         return self.codes[key]
 
     def seen(self, side, layer, step, p):
-        codes = self.code(side, layer, step // self.tc, p)
-        table = self.tables[side][layer][step].float()
-        h, g = torch.meshgrid(torch.arange(codes.shape[0]), torch.arange(codes.shape[1]), indexing="ij")
-        return table[h, g, codes].reshape(self.kv, self.dim)
+        key = (side, layer, step, p)
+        if key not in self.decoded:
+            codes = self.code(side, layer, step // self.tc, p)
+            table = self.tables[side][layer][step].float()
+            h, g = torch.meshgrid(torch.arange(codes.shape[0]), torch.arange(codes.shape[1]), indexing="ij")
+            self.decoded[key] = table[h, g, codes].reshape(self.kv, self.dim)
+        return self.decoded[key]
 
     def coded(self, position):
         """Tokens seen as codes by a query at `position` (chunks: by every query of a chunk that begins there)."""

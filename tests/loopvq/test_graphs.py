@@ -79,7 +79,7 @@ def same_codes(one, other):
 
 
 def test_rows_of_every_phase_over_many_pages_equal_eager_steps(make_coded_model, prompt, small_growth):
-    model = make_coded_model()
+    model = make_coded_model(num_hidden_layers=1)
     rows = [prompt(n, seed=n) for n in (150, 97, 30, 1, 80)]
     eager, graphs = LoopVQCache(model), with_graphs(model)
     for cache in (eager, graphs):
