@@ -127,10 +127,11 @@ def test_errors_say_what_is_allowed():
         vq_encode(vectors, tables, norms[:1])
 
 
-def test_import_without_triton():
-    """macOS has no triton: the package imports, and only the reference is there."""
+def test_import_without_triton_and_transformers():
+    """macOS has no triton: the package imports, and only the reference is there. It needs nothing but PyTorch."""
     code = (
-        "import sys; sys.modules['triton'] = None; import hf_lowbit_kernels as k, torch;"
+        "import sys; sys.modules |= dict.fromkeys(('triton', 'transformers', 'hf_lowbit'));"
+        "import hf_lowbit_kernels as k, torch;"
         "assert k.attention_backend('cpu', 64, 1, torch.float32) == ('reference', 'triton is not installed')"
     )
     path = str(Path(hf_lowbit_kernels.__file__).parents[1])

@@ -1,7 +1,9 @@
 """What the wheel holds. Built from a copy, so that no build folder of the checkout leaks in or out."""
 
+import ast
 import importlib.metadata
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -48,8 +50,26 @@ def test_demo_data_is_in_the_wheel(wheel_names, name):
     assert f"hf_lowbit/demo/model/{name}" in wheel_names
 
 
-def test_cuda_source_is_in_the_wheel(wheel_names):
-    assert "hf_lowbit_kernels/vq_attention.cu" in wheel_names
+def test_cuda_sources_are_in_the_wheel(wheel_names):
+    sources = {f"hf_lowbit_kernels/{path.name}" for path in PACKAGES["hf_lowbit_kernels"].rglob("*.cu")}
+    assert len(sources) == 2 and sources <= wheel_names
+
+
+def test_every_import_is_declared():
+    """The standard library, ourselves, the dependencies; in functions also what an extra brings, or fla."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^dependencies = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    declared = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', listed)}
+    known = declared | PACKAGES.keys() | sys.stdlib_module_names
+    for path in (path for folder in PACKAGES.values() for path in folder.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        late = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)}
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            for name in (name.partition(".")[0] for name in names):
+                assert name in known or name in ("matplotlib", "fla") and id(node) in late, f"{path}: {name}"
 
 
 def test_optimum_command_is_in_the_wheel(wheel_names):
