@@ -130,13 +130,13 @@ def point(report: Report, model, bits: float | None, batch: int, lengths: tuple[
         cache = filled_loopvq_cache(model, batch, total, max_cache_len=total + SPARE_TOKENS)
         capture_steps(model, cache, batch, lengths[0], device)
         extra = {}
-    tpot = []
+    tpot, pages = [], 1 if report.options.tiny or batch >= 128 else 2
     for tokens in lengths:
         if bits is None:
             cache.set_length(tokens)
         else:
             set_loopvq_length(cache, batch, tokens)
-        tpot.append(measure(model, cache, batch, tokens, 2 if batch < 128 else 1, device)["tpot_ms"])
+        tpot.append(measure(model, cache, batch, tokens, pages, device)["tpot_ms"])
         check_captured(cache)
     fields = graph_fields(model, cache) | {"peak_bytes": peak.bytes()}
     decode = integral(lengths, [t / 1e3 for t in tpot])

@@ -158,8 +158,9 @@ class DAMPStateCache(StepCache):
         strict: raise instead of falling back when the update runs on neither kernel, CUDA or Triton, or is bypassed.
         prefill_chunk_size: longest piece of a prompt in one forward pass, for whoever feeds the model: a cache sees only
             the pieces it is given. None: whole prompts.
-        cuda_graphs: None: run one-token steps as CUDA graphs where possible, which changes nothing but their speed. False:
-            never. True: raise where a step cannot be one.
+        cuda_graphs: None: run one-token steps as CUDA graphs where possible. Attention then sums over masked places too,
+            which may round differently; nothing else changes but the speed. False: never. True: raise where a step
+            cannot be one.
         max_cache_len: tokens that attention layers make room for at once, when the first step is captured. None: the room
             grows by a half or a third whenever it is used up. A longer text still makes it grow.
 
@@ -168,8 +169,8 @@ class DAMPStateCache(StepCache):
 
     Raises:
         TypeError: the model has no gated delta-rule layers.
-        ValueError: no tables and no plans, plans or layouts for other sizes, a key dimension above 256, or an option out
-            of range.
+        ValueError: no tables and no plans, plans or layouts for other sizes, a key dimension above 256, an option out of
+            range, or ``backend="cuda"`` where that kernel does not run.
         FallbackError: ``strict`` and no kernel, or ``cuda_graphs=True`` and no way to use them.
 
     Example:

@@ -114,7 +114,7 @@ def damp_update(
         S <- diag(exp(g)) S;   S <- S + beta k (v - S^T k)^T;   out = S^T q;   S is stored packed
 
     The output is read from S before it is packed again. A row alone equals the row in any batch, bit for bit. The
-    kernel may differ from the reference in the order of sums and in exp and rsqrt, hence by one code where a value
+    kernels may differ from the reference in the order of sums and in exp and rsqrt, hence by one code where a value
     lies next to a rounding border.
 
     Args:
@@ -139,7 +139,7 @@ def damp_update(
         they give NaN or infinite outputs and are stored as NaN.
 
     Raises:
-        ValueError: shapes, dtypes, strides or devices do not fit, or ``backend="triton"`` is impossible here.
+        ValueError: shapes, dtypes, strides or devices do not fit, or the backend that was asked for is impossible here.
     """
     found = damp_backend(value.device, value.dtype, layout, nearest=rounding is None)
     name = _choose(backend, *found, value.device)

@@ -1,6 +1,6 @@
 """Public operations: argument checks, then the CUDA or Triton kernel or the reference.
 
-Both implementations of an operation share one signature, so this file is also the place where they could be
+All implementations of an operation share one signature, so this file is also the place where they could be
 registered as torch custom ops.
 """
 
@@ -86,10 +86,10 @@ def vq_decode_attention(
 
     Position p of a row is read from the window if ``p < sinks`` (slot p) or ``p >= sinks + n_coded`` (slot ``sinks +
     (p - sinks) % R``), else from the codes (token ``j = p - sinks`` at page ``j // 8``, slot ``j % 8``). Scores,
-    softmax, sums and rotations are fp32. A row alone equals the row in any batch, bit for bit. A row of length 0 gives
-    zeros.
+    softmax, sums and rotations are fp32; the CUDA kernel multiplies, and rotates within 16 tokens, in fp16. A row alone
+    equals the row in any batch, bit for bit. A row of length 0 gives zeros.
 
-    The kernel's bits also follow from 16-byte alignment of data pointers and strides, which fresh tensors have.
+    The kernels' bits also follow from 16-byte alignment of data pointers and strides, which fresh tensors have.
 
     Args:
         query: ``[B, Hq, D]`` after RoPE, bf16, fp16 or fp32. Query head h uses kv head ``h // (Hq // H)``.
@@ -114,7 +114,7 @@ def vq_decode_attention(
         ``[B, Hq, D]`` in the query's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit, or ``backend="triton"`` is impossible here.
+        ValueError: shapes, dtypes or strides do not fit, or the backend that was asked for is impossible here.
     """
     layouts = _cuda_layouts(k_codes, v_codes, k_table, v_table)
     available, reason = _attention_backend_of(query, k_window, k_table, sinks)
