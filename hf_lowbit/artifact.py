@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import generation, methods
-from .config import LowBitConfig, lowbit_config
+from .config import LowBitConfig, check_model, lowbit_config
 
 
 FINGERPRINT = "lowbit_fingerprint"  # uint8 [32] buffer of the top-level model
@@ -125,6 +125,7 @@ def assert_quantized(model) -> None:
     Raises:
         RuntimeError: the model carries no tables of any method.
     """
+    check_model(model)
     if not methods.methods_on(model):
         tables = " and no ".join(method.tables for method in methods.METHODS.values())
         raise RuntimeError(

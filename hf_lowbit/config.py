@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .registration import register_config
@@ -76,7 +77,7 @@ class LoopVQConfig:
     seed: int = 0
 
     def __post_init__(self):
-        if not isinstance(self.bits, (int, float)) or self.bits not in _GROUP_OF_BITS:
+        if not isinstance(self.bits, (int, float)) or isinstance(self.bits, bool) or self.bits not in _GROUP_OF_BITS:
             raise ValueError(f"bits={self.bits!r} is not supported; choose one of {sorted(_GROUP_OF_BITS)}.")
         object.__setattr__(self, "bits", float(self.bits))
         rates = self.learning_rates
@@ -85,7 +86,7 @@ class LoopVQConfig:
         object.__setattr__(self, "learning_rates", tuple(float(x) for x in rates))
         if self.loop_group_size is not None:
             size = self.loop_group_size
-            if not isinstance(size, int) or size < 1 or self.group_size % size:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1 or self.group_size % size:
                 raise ValueError(
                     f"loop_group_size={size!r} must be a positive integer that divides G = 8/bits = {self.group_size}."
                 )
@@ -246,7 +247,7 @@ class DAMPConfig:
         """
         rows = dk // 8 if self.rows is None else self.rows
         if rows > dk:
-            raise ValueError(f"rows={rows} rows cannot be protected in a state with {dk} key rows.")
+            raise ValueError(f"rows={rows} is more than a state's {dk} key rows; protect at most {dk}.")
         return rows
 
     @classmethod
@@ -269,6 +270,22 @@ def check_integer(name: str, value: Any, low: int, or_none: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         otherwise = f", or None for {or_none}" if or_none else ""
         raise ValueError(f"{name}={value!r} must be an integer of at least {low}{otherwise}.")
+
+
+def check_switch(name: str, value: Any, or_none: str = "") -> None:
+    """Raise ValueError unless ``value`` is True or False, or None where ``or_none`` says what that would mean."""
+    if not isinstance(value, bool) and not (value is None and or_none):
+        otherwise = f", or None for {or_none}" if or_none else ""
+        raise ValueError(f"{name}={value!r} must be True or False{otherwise}.")
+
+
+def check_model(model: Any) -> None:
+    """Raise TypeError unless ``model`` is a loaded model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"got {model!r:.100} ({type(model).__name__}) for a model; pass a loaded one, e.g. "
+            "AutoModelForCausalLM.from_pretrained(name)."
+        )
 
 
 def _known(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from . import artifact, generation
 from .compat import dtypes_to_load, restore_dtypes
-from .config import DAMPConfig, LoopVQConfig, LowBitConfig, lowbit_config
+from .config import DAMPConfig, LoopVQConfig, LowBitConfig, check_model, lowbit_config
 from .data import Texts, calibration_texts
 from .methods import METHODS, check, methods_on
 from .protocols import Calibration, Report, Reports
@@ -153,6 +153,7 @@ def calibrate(
         >>> report = hf_lowbit.calibrate(model, tokenizer, LoopVQConfig(bits=0.5), dataset=texts)  # doctest: +SKIP
         >>> model.save_pretrained("ouro-loopvq")                                                   # doctest: +SKIP
     """
+    check_model(model)
     if not isinstance(config, (LowBitConfig, LoopVQConfig, DAMPConfig)):
         raise ValueError(
             f"calibrate takes a LoopVQConfig, DAMPConfig or LowBitConfig that says what to fit, not {type(config).__name__}."

@@ -161,11 +161,19 @@ def _flag(name: str) -> str:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be integers with commas between them, such as 0,2048"
+        ) from None
 
 
 def _rate(text: str) -> float | str:
-    return text if text == "auto" else float(text)
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number below 1 or 'auto'") from None
 
 
 def run(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from hf_lowbit_kernels import DampLayout, DampPlan, damp_backend
 
-from ..config import check_integer
+from ..config import check_integer, check_model, check_switch
 from ..errors import FallbackError
 from ..protocols import ForcedSchedule
 from .attach import damp_config, damp_layout, damp_tables, has_damp
@@ -193,6 +193,8 @@ class DAMPStateCache(StepCache):
         cuda_graphs: bool | None = None,
         max_cache_len: int | None = None,
     ):
+        check_model(model)
+        check_switch("strict", strict)
         spec = DeltaSpec.of(model)
         if getattr(model, "use_kernels", False):
             raise ValueError(
@@ -206,6 +208,8 @@ class DAMPStateCache(StepCache):
         if seed is None:
             seed = calibrated.seed if calibrated else 0
         check_integer("seed", seed, 0)
+        if seed >= 2**63:
+            raise ValueError(f"seed={seed} must be below 2^63.")
         if prefill_chunk_size is not None:
             check_integer("prefill_chunk_size", prefill_chunk_size, 1, or_none="whole prompts")
         self.rounding, self.prefill_chunk_size = rounding, prefill_chunk_size
@@ -326,6 +330,29 @@ class DAMPStateCache(StepCache):
                 "this DAMPStateCache was made with other tables than the model carries (another calibration, or another "
                 "model), so its states do not continue here. Make a new one: DAMPStateCache(model)."
             )
+
+    def _use(self, decoder) -> None:
+        known = getattr(
+            self, "_graphs", None
+        )  # of the model that used the cache before; None after loading from a file
+        if known is not None and not self._has_tables_of(decoder):
+            raise ValueError(
+                f"this DAMPStateCache was made for another model: its tables and states do not belong to this "
+                f"{type(decoder).__name__}. Make one with DAMPStateCache(model)."
+            )
+        super()._use(decoder)
+
+    def _has_tables_of(self, decoder) -> bool:
+        """Whether another model, e.g. a copy, carries the tables that this cache was made with."""
+        if not has_damp(decoder):
+            return False
+        own = [layer.state.plan for layer in self.delta_layers]
+        theirs = [table.plan() for table in damp_tables(decoder)]
+        return len(own) == len(theirs) and all(
+            torch.equal(getattr(a, name).cpu(), getattr(b, name).cpu())
+            for a, b in zip(own, theirs, strict=True)
+            for name in ("perm_k", "perm_v", "column_scale")
+        )
 
     def _layouts(self) -> list[DampLayout]:
         return [layer.state.layout for layer in self.delta_layers]

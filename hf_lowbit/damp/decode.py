@@ -22,7 +22,7 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..compat import CACHE_ARG_NAMES, cache_kwargs, make_output
-from ..config import check_integer
+from ..config import check_integer, check_switch
 from ..errors import FallbackError
 from ..graphs import StepGraphs
 from .attention import AttentionSlot
@@ -105,6 +105,7 @@ class StepCache(Cache):
     """
 
     def __init__(self, model, slots, *, cuda_graphs=None, max_cache_len=None, obstacle=None):
+        check_switch("cuda_graphs", cuda_graphs, or_none="graphs where they are possible")
         if max_cache_len is not None:
             check_integer("max_cache_len", max_cache_len, 1, or_none="room that grows in steps")
         super().__init__(layers=[AttentionSlot() if type(slot) is DynamicLayer else slot for slot in slots])

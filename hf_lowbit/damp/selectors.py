@@ -30,7 +30,7 @@ def _random(stats: RowStats, generator: torch.Generator | None) -> torch.Tensor:
 
 NO_RETENTION = (
     'selector "retention" cannot rank the rows of a Gated DeltaNet head: all of them share one decay. '
-    'Use "damp" (or "error", "energy", "random").'
+    'Use "readout" or "damp" (or "error", "energy", "random").'
 )
 
 NO_READOUT = (

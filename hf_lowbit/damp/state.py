@@ -66,8 +66,8 @@ class PackedState:
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise RuntimeError(
             f"{getattr(function, '__name__', function)} got a packed DAMP state: the model's recurrence functions were put "
-            "back (or replaced) after this DAMPStateCache was made. Make the cache inside of whatever replaces them, and "
-            "load the model without use_kernels=True."
+            "back (or replaced) after this DAMPStateCache was made, or it was made for a model of another architecture. Make "
+            "the cache for this model, inside of whatever replaces them, and load the model without use_kernels=True."
         )
 
     # -- reading and writing -------------------------------------------------------------------------------------------

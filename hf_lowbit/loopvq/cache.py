@@ -29,7 +29,7 @@ from hf_lowbit_kernels import (
     vq_decode_attention,
 )
 
-from ..config import PAGE, check_integer
+from ..config import PAGE, check_integer, check_model, check_switch
 from ..errors import FallbackError
 from ..graphs import StepGraphs
 from ..protocols import ForcedSchedule
@@ -174,6 +174,9 @@ class LoopVQCache(Cache):
         max_cache_len: int | None = None,
         states: Callable[[], Cache] | None = None,
     ):
+        check_model(model)
+        check_switch("strict", strict)
+        check_switch("cuda_graphs", cuda_graphs, or_none="graphs where they are possible")
         config = loopvq_config(model)
         self.spec = LoopSpec.of(model)
         self.codebooks = loopvq_codebooks(model)

@@ -433,6 +433,28 @@ def test_an_fp32_state_after_a_one_token_step_is_noticed():
             assert (layer.state.decode() - 2 * state).abs().max() < 0.05
 
 
+@torch.no_grad()
+def test_a_cache_serves_the_model_it_was_made_for_and_its_copies():
+    def calibrated(seed):
+        model, config = build_model("qwen3_5"), DAMPConfig(rows=3)
+        attach_damp(model, config, random_plans(model, rows=3, seed=seed))
+        model.config.quantization_config = LowBitConfig(damp=config)
+        return model
+
+    model, other = calibrated(0), build_model("qwen3_5")
+    cache = DAMPStateCache(model)
+    ids = tokens(12)
+    model(ids, **{CACHE_ARG: cache})
+    length = cache.get_seq_length()
+    for stranger in (other, calibrated(1)):
+        with pytest.raises(ValueError, match="made for another model"):
+            stranger(ids[:, :1], **{CACHE_ARG: cache})
+    assert cache.get_seq_length() == length
+    expected = model(ids[:, :1], **{CACHE_ARG: copy.deepcopy(cache)}).logits
+    found = copy.deepcopy(model)(ids[:, :1], **{CACHE_ARG: cache}).logits
+    assert torch.equal(found, expected)
+
+
 def test_what_cannot_work_is_refused_when_the_cache_is_made():
     model = build_model("qwen3_5")
     plans, sizes = random_plans(model), layouts(model)
@@ -456,6 +478,14 @@ def test_what_cannot_work_is_refused_when_the_cache_is_made():
         make(backend="cuda")
     with pytest.raises(ValueError, match="rounding='up'"):
         make(rounding="up")
+    with pytest.raises(ValueError, match="strict='no' must be True or False"):
+        make(strict="no")
+    with pytest.raises(ValueError, match="cuda_graphs=1 must be True or False, or None"):
+        make(cuda_graphs=1)
+    with pytest.raises(ValueError, match="below 2"):
+        make(seed=2**63)
+    with pytest.raises(TypeError, match="pass a loaded one"):
+        make(model="qwen")
     with pytest.raises(ValueError, match="prefill_chunk_size=0"):
         make(prefill_chunk_size=0)
     for backend in ("auto", "reference", "model"):

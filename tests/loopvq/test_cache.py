@@ -318,6 +318,11 @@ def test_unknown_options_and_empty_input_are_refused(make_coded_model, prompt):
     model = make_coded_model()
     with pytest.raises(ValueError, match=r"unknown options \['recentwindow'\]"):
         model.generate(prompt(10)[None], cache_implementation="loopvq", cache_config={"recentwindow": 64})
+    for name in ("strict", "cuda_graphs"):
+        with pytest.raises(ValueError, match=f"{name}='no' must be True or False"):
+            model.generate(prompt(10)[None], cache_implementation="loopvq", cache_config={name: "no"})
+    with pytest.raises(TypeError, match="pass a loaded one"):
+        LoopVQCache(model.config)
     cache = LoopVQCache(model)
     model(prompt(10)[None], **{CACHE_ARG: cache})
     with pytest.raises(ValueError, match="no new tokens"):
