@@ -66,57 +66,53 @@ def _arm(row: dict) -> str:
     return f"LoopVQ {row['bits']:g} bit" if row["arm"] == "loopvq" else row["arm"]
 
 
-def _panel(
-    table: dict, title: str, x: str, y: str, key: str, column: str, label=_arm, scale: float = 1.0
-) -> dict[str, Any]:
-    """One line per label through (x, y) of the rows that have both."""
+def _panel(table: dict, title: str, x: str, y: str, key: str, label=_arm, scale: float = 1.0) -> dict[str, Any]:
+    """One line per label through the columns x and key of the rows that have both."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in table["rows"]:
-        if row.get(key) is not None and row.get(column) is not None:
-            lines.setdefault(label(row), []).append((row[column], scale * row[key]))
+        if row.get(key) is not None and row.get(x) is not None:
+            lines.setdefault(label(row), []).append((row[x], scale * row[key]))
     return {"title": f"{title} {table['model'] or ''}".strip(), "x": x, "y": y, "lines": lines}
 
 
 def _attention(table: dict) -> dict:
     rows = [row for row in table["rows"] if row["arm"] != "encode" and row.get("batch") == 1]
     one = {**table, "rows": rows}
-    return _panel(one, "decode attention, batch 1", "tokens", "us a layer and step", "us", "tokens")
+    return _panel(one, "decode attention, batch 1", "tokens", "us a layer and step", "us")
 
 
 def _damp(table: dict) -> dict:
     def label(row):
         return f"{row['kind']} {row['arm']}"
 
-    return _panel(table, "recurrent update", "batch", "us a layer", "us", "batch", label)
+    return _panel(table, "recurrent update", "batch", "us a layer", "us", label)
 
 
 def _decode(table: dict) -> dict:
-    return _panel(table, "time per output token,", "tokens", "ms", "tpot_ms", "tokens")
+    return _panel(table, "time per output token,", "tokens", "ms", "tpot_ms")
 
 
 def _decode_memory(table: dict) -> dict:
-    return _panel(
-        table, "peak memory in decoding,", "tokens", "GB above the weights", "peak_bytes", "tokens", scale=1e-9
-    )
+    return _panel(table, "peak memory in decoding,", "tokens", "GB above the weights", "peak_bytes", scale=1e-9)
 
 
 def _prefill(table: dict) -> dict:
-    return _panel(table, "prefill,", "tokens", "s", "seconds", "tokens")
+    return _panel(table, "prefill,", "tokens", "s", "seconds")
 
 
 def _throughput(table: dict) -> dict:
-    return _panel(table, "throughput,", "batch", "tokens a second", "tokens_per_s", "batch")
+    return _panel(table, "throughput,", "batch", "tokens a second", "tokens_per_s")
 
 
 def _encode(table: dict) -> dict:
     def label(row):
         return f"{row['part']}, {row['bits']:g} bit"
 
-    return _panel(table, "share of encoding,", "tokens", "share", "encode_share", "tokens", label)
+    return _panel(table, "share of encoding,", "tokens", "share", "encode_share", label)
 
 
 def _hybrid(table: dict) -> dict:
-    return _panel(table, "time per output token,", "batch", "ms", "tpot_ms", "batch")
+    return _panel(table, "time per output token,", "batch", "ms", "tpot_ms")
 
 
 _PANELS = {

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from hf_lowbit_kernels import DampLayout, DampPlan, damp_backend
 
 from ..config import check_integer, check_model, check_switch
-from ..errors import FallbackError
+from ..errors import NO_CROP, FallbackError
 from ..protocols import ForcedSchedule
 from .attach import damp_config, damp_layout, damp_tables, has_damp
 from .decode import StepCache
@@ -31,12 +31,6 @@ from .state import ROUNDINGS, PackedState, select_rows
 
 FAST_BACKENDS = ("cuda", "triton")
 BACKENDS = ("auto", *FAST_BACKENDS, "reference", "model")
-
-_NO_CROP = (
-    "a DAMPStateCache cannot drop tokens: a recurrent state holds the whole past in one matrix, and earlier states are not "
-    "kept. Assisted generation and prompt look-up need that and do not work with recurrent models; for anything else, "
-    "deepcopy the cache before the tokens in question, or reset() it and prefill again."
-)
 
 
 class DampStateLayer(LinearAttentionLayer):
@@ -133,10 +127,10 @@ class DampStateLayer(LinearAttentionLayer):
             self.conv_states[0] = self.conv_states[0].to(device)
 
     def crop(self, *args, **kwargs) -> None:
-        raise RuntimeError(_NO_CROP)
+        raise RuntimeError(NO_CROP)
 
     def activate_past_recording(self) -> None:
-        raise RuntimeError(_NO_CROP)
+        raise RuntimeError(NO_CROP)
 
 
 class DAMPStateCache(StepCache):
@@ -301,7 +295,7 @@ class DAMPStateCache(StepCache):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(_NO_CROP)
+        raise RuntimeError(NO_CROP)
 
     def activate_past_recording(self) -> None:
         """Refused: it prepares :meth:`crop`.
@@ -309,7 +303,7 @@ class DAMPStateCache(StepCache):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(_NO_CROP)
+        raise RuntimeError(NO_CROP)
 
     # -- copies and files ----------------------------------------------------------------------------------------------
 

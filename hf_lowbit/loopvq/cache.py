@@ -30,7 +30,7 @@ from hf_lowbit_kernels import (
 )
 
 from ..config import PAGE, check_integer, check_model, check_switch
-from ..errors import FallbackError
+from ..errors import NO_CROP, FallbackError
 from ..graphs import StepGraphs
 from ..protocols import ForcedSchedule
 from .attach import loopvq_codebooks, loopvq_config
@@ -43,12 +43,6 @@ from .store import LayerStore
 
 # Spare pages that a decode step asks for when codes have to grow: 512 tokens between two captures of its graphs.
 STEP_PAGES = 64
-
-_NO_CROP = (
-    "a cache with recurrent states cannot drop tokens: a state holds the whole past in one matrix, and earlier ones are not "
-    "kept. Assisted generation and prompt look-up need that and do not work with hybrid models; for anything else, "
-    "deepcopy the cache before the tokens in question, or reset() it and prefill again."
-)
 
 
 class LoopVQSlot(CacheLayerMixin):
@@ -748,7 +742,7 @@ class LoopVQCache(Cache):
             RuntimeError: the model has recurrent layers, whose earlier states are not kept.
         """
         if self.states is not None:
-            raise RuntimeError(_NO_CROP)
+            raise RuntimeError(NO_CROP)
         remove = -max_length if max_length <= 0 else self._seen - max_length
         if remove <= 0:
             return
@@ -772,7 +766,7 @@ class LoopVQCache(Cache):
             RuntimeError: the model has recurrent layers, see :meth:`crop`.
         """
         if self.states is not None:
-            raise RuntimeError(_NO_CROP)
+            raise RuntimeError(NO_CROP)
 
     # -- what the evaluation asks ------------------------------------------------------------------------------------
 

@@ -10,8 +10,7 @@ import pickle
 import pytest
 import torch
 from damp_models import ARCHITECTURES, build_model, identity_plans, layouts, random_plans, tokens
-from tape import Tape
-from torch.utils._python_dispatch import _disable_current_modes
+from tape import TapeGraphs, record_as_one
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from hf_lowbit import generation
@@ -24,45 +23,15 @@ from hf_lowbit.damp.decode import find_decoder, places_for
 from hf_lowbit.damp.full_precision import FullStateCache
 from hf_lowbit.errors import FallbackError
 from hf_lowbit.evaluation.storage import _tensors
-from hf_lowbit.graphs import StepGraphs
 
 
-class HostGraphs(StepGraphs):
-    """Captures and replays on the host."""
+class HostGraphs(TapeGraphs):
+    def held(self):
+        return self.cache.step_tensors()
 
-    captures = 0
-    cache = None
-    tape = None  # while something is captured
-
-    def _find_problem(self):
-        return self._hook_problem()
-
-    def _warm_up(self, embeds, forward):
-        return forward(embeds)
-
-    def _addresses(self):
+    def addresses(self):
         owners = (self.cache.layers, self.cache._step, self._embeds)
         return {t.data_ptr() for owner in owners for t in _tensors(owner, set()) if t.numel()}
-
-    def _capture(self, forward):
-        self.captures += 1
-        held = list(self.cache.step_tensors())
-        before = [tensor.clone() for tensor in held]
-        HostGraphs.tape = tape = Tape()
-        try:
-            with tape:
-                outputs = forward(self._embeds)
-        finally:
-            HostGraphs.tape = None
-            for tensor, value in zip(held, before, strict=True):  # a capture computes nothing
-                tensor.copy_(value)
-        addresses = self._addresses()
-
-        def replay():
-            assert self._addresses() == addresses
-            tape.play()
-
-        return replay, outputs
 
 
 def play(cache, model, wanted=None):
@@ -89,17 +58,7 @@ def generate(model, ids, cache, count, **options):
 
 @pytest.fixture(autouse=True)
 def one_operation(monkeypatch):
-    """The update's reference reads slot numbers on the host; the kernel, which captured steps run, does not."""
-    update = state.damp_update
-
-    def recorded(*args, **kwargs):
-        with _disable_current_modes():
-            out = update(*args, **kwargs)
-        if HostGraphs.tape is not None:
-            HostGraphs.tape.calls.append((update, args, kwargs, out))
-        return out
-
-    monkeypatch.setattr(state, "damp_update", recorded)
+    record_as_one(monkeypatch, state, "damp_update")
 
 
 @pytest.fixture

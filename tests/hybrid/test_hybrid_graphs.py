@@ -6,19 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 
 sys.path.insert(0, str(Path(__file__).parent))  # hybrid_models.py, whatever pytest's import mode
 
 from hybrid_models import NAMES, hybrid_model, tokens  # noqa: E402
-from tape import Tape  # noqa: E402
+from loopvq_models import generate  # noqa: E402
+from tape import TapeGraphs, record_as_one  # noqa: E402
 
 from hf_lowbit.compat import CACHE_ARG  # noqa: E402
 from hf_lowbit.damp import state  # noqa: E402
 from hf_lowbit.errors import FallbackError  # noqa: E402
 from hf_lowbit.generation import make_cache  # noqa: E402
-from hf_lowbit.graphs import StepGraphs  # noqa: E402
 from hf_lowbit.loopvq import cache as cache_module  # noqa: E402
 from hf_lowbit.loopvq import codebook  # noqa: E402
 
@@ -26,62 +25,16 @@ from hf_lowbit.loopvq import codebook  # noqa: E402
 METHODS = {"codes": ("loopvq",), "both": ("loopvq", "damp")}
 
 
-class HostGraphs(StepGraphs):
-    """Captures and replays on the host."""
-
-    captures = 0
-    cache = None
-    tape = None  # while something is captured
-
-    def _find_problem(self):
-        return self._hook_problem()
-
-    def _warm_up(self, embeds, forward):
-        return forward(embeds)
-
-    def _held(self):
+class HostGraphs(TapeGraphs):
+    def held(self):
         stores = [tensor for store in self.cache._stores for tensor in (store.pages, store.window)]
         return [*stores, *self.cache._state_tensors()]
-
-    def _capture(self, forward):
-        self.captures += 1
-        held = self._held()
-        before, addresses = [tensor.clone() for tensor in held], [tensor.data_ptr() for tensor in held]
-        HostGraphs.tape = tape = Tape()
-        try:
-            with tape:
-                outputs = forward(self._embeds)
-        finally:
-            HostGraphs.tape = None
-            for tensor, value in zip(held, before, strict=True):  # a capture computes nothing
-                tensor.copy_(value)
-
-        def replay():
-            assert [tensor.data_ptr() for tensor in self._held()] == addresses
-            tape.play()
-
-        return replay, outputs
 
 
 @pytest.fixture(autouse=True)
 def one_operation_each(monkeypatch):
-    """References of kernels read numbers on the host; the kernels, which captured steps run, do not."""
-
-    def record(module, name):
-        function = getattr(module, name)
-
-        def recorded(*args, **kwargs):
-            with _disable_current_modes():
-                out = function(*args, **kwargs)
-            if HostGraphs.tape is not None:
-                HostGraphs.tape.calls.append((function, args, kwargs, out))
-            return out
-
-        monkeypatch.setattr(module, name, recorded)
-
-    record(state, "damp_update")
-    record(cache_module, "vq_decode_attention")
-    record(codebook, "vq_encode_pages")
+    for module, name in ((state, "damp_update"), (cache_module, "vq_decode_attention"), (codebook, "vq_encode_pages")):
+        record_as_one(monkeypatch, module, name)
 
 
 def with_graphs(model, wanted=None, **options):
@@ -89,19 +42,6 @@ def with_graphs(model, wanted=None, **options):
     cache._graphs = HostGraphs(model.model, wanted)
     cache._graphs.cache = cache
     return cache
-
-
-def generate(model, rows, count, cache, **options):
-    longest = max(map(len, rows))
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None, output_logits=True,
-        return_dict_in_generate=True, **{CACHE_ARG: cache}, **options,
-    )  # fmt: skip
-    return out.sequences, torch.stack(out.logits, 1) if out.logits else None
 
 
 @pytest.mark.compat

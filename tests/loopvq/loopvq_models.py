@@ -4,6 +4,7 @@ import torch
 
 import hf_lowbit
 from hf_lowbit import artifact
+from hf_lowbit.compat import CACHE_ARG
 from hf_lowbit.loopvq.attach import attach_loopvq
 from hf_lowbit.loopvq.codebook import SIDES, LoopVQCodebook
 from hf_lowbit.loopvq.grouping import Grouping
@@ -51,3 +52,17 @@ def random_codebooks(model, config, seed=0):
     artifact.attach_fingerprint(model, artifact.weights_fingerprint(model))
     mark_quantized(model, hf_lowbit.LowBitConfig(loopvq=config, fingerprint=artifact.stored_fingerprint(model)))
     return model
+
+
+def generate(model, rows, count, cache, **options):
+    """Greedy continuation ``[B, n]`` of token rows, left-padded, and its logits."""
+    longest = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None, output_logits=True,
+        return_dict_in_generate=True, **{CACHE_ARG: cache}, **options,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits, 1) if out.logits else None

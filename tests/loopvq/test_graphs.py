@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from loopvq_models import generate
 
 from hf_lowbit import LoopVQCache
 from hf_lowbit.compat import CACHE_ARG
@@ -50,19 +51,6 @@ def with_graphs(model, wanted=None, **options):
     cache._graphs = HostGraphs(model.model, wanted)
     cache._graphs.cache = cache
     return cache
-
-
-def generate(model, rows, count, cache, **options):
-    longest = max(len(row) for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, eos_token_id=None, output_logits=True,
-        return_dict_in_generate=True, **{CACHE_ARG: cache}, **options,
-    )  # fmt: skip
-    return out.sequences, torch.stack(out.logits, 1) if out.logits else None
 
 
 @pytest.fixture
