@@ -10,7 +10,7 @@ import torch
 
 from .on_device import on_device
 from .rope_tables import RopeTables
-from .vq_attention_cuda import cuda_kernel_problem, is_entry_major, vq_decode_attention_cuda
+from .vq_attention_cuda import cuda_kernel_problem, cuda_layouts, is_entry_major, vq_decode_attention_cuda
 from .vq_attention_reference import vq_decode_attention_reference
 from .vq_encode_reference import vq_encode_reference
 
@@ -116,7 +116,7 @@ def vq_decode_attention(
     Raises:
         ValueError: shapes, dtypes or strides do not fit, or the backend that was asked for is impossible here.
     """
-    layouts = _cuda_layouts(k_codes, v_codes, k_table, v_table)
+    layouts = cuda_layouts(query, k_codes, v_codes, k_table, v_table, k_window, v_window)
     available, reason = _attention_backend_of(query, k_window, k_table, sinks)
     if backend == "auto" and available == "cuda" and not (layouts and rope.tile == 8):
         available = "triton"
@@ -191,12 +191,6 @@ def _attention_backend_of(query, k_window, k_table, sinks) -> tuple[str, str]:
 def group_major(codes: torch.Tensor) -> torch.Tensor:
     """The same codes ``[..., 8, NG]`` with memory in the order ``[..., NG, 8]``."""
     return codes.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-def _cuda_layouts(k_codes, v_codes, k_table, v_table) -> bool:
-    return all(codes.numel() == 0 or codes.stride()[3:] == (1, 8) for codes in (k_codes, v_codes)) and all(
-        is_entry_major(table) for table in (k_table, v_table)
-    )
 
 
 def _choose(backend: str, available: str, reason: str, device: torch.device) -> str:

@@ -40,23 +40,31 @@ typedef unsigned long long u64;
 #endif
 #define TEAM 4                // warps
 #define WARPS (TEAMS * TEAM)
-#define PARTIAL 132           // floats: 128 outputs, maximum, sum, two unused
+#define SLICE 132             // floats of a slice in global memory: 128 outputs, maximum, sum, two unused
+#define PARTIAL (32 * C + 36) // floats of a part in shared memory: outputs and sums by lane, maximum, three unused
 #define NONE -1.0e30f         // finite: a warp without tokens gives exp2(0) * 0 and not NaN
 // Parts of a slice: few for rows whose parts would be too short to start each, four where a single row must keep all warps
 // busy: short rows (latency is all that counts) and long ones.
-#define PARTS(coded) ((coded) >= 3072 && (coded) < 7168 ? 2 : TEAM)
-#define QUAD (4 / SUBS)       // full-precision tokens of a lane at a time: a warp takes four neighbours
+#define PARTS(coded) ((coded) >= 3072 && (coded) < 7168 ? 1 : 2)  // log2
 #define HEADROOM 4.0f         // log2: weights stay below 2^4, far from the limits of fp16
 
-#define BUFFERS 4             // rows whose warps' partials may be under way at once
-#define DEPTH 4               // spans of codes on their way to shared memory
-#define SPAN_BYTES (64 * SPAN)  // codes of a warp's span: keys, then values
-#define MERGE_BYTES (BUFFERS * WARPS * PARTIAL * 4)
-#define WEIGHT_BYTES (WARPS * 32)
-#define QUERY_BYTES (WARPS * 32 * 4 * C)
-#define RING_BYTES (WARPS * DEPTH * SPAN_BYTES)
-#define FLAG_BYTES (2 * TEAMS * BUFFERS * 4)
-#define SMEM_BYTES (2 * TABLE + RING_BYTES + MERGE_BYTES + QUERY_BYTES + WEIGHT_BYTES + FLAG_BYTES + 16)
+#define BUFFERS 2             // shared rows whose parts may be under way at once
+#ifndef DEPTH
+#define DEPTH 3               // items on their way to shared memory
+#endif
+// A slot holds an item: codes of a span (keys, then values), or two full-precision tokens (keys, then values); behind them
+// what a row's or part's first item brings along.
+#define ANGLES 1024           // fp32 [2, 64]: cosines and sines at the item's first position
+#define QUERY 1536            // [128]
+#define HEADER 1792           // int [8]: row, coded tokens, full-precision tokens, items of them; spans, of a part, lonely, shared
+#define SLOT 1824
+#define RING_AT (2 * TABLE)
+#define MERGE_AT (RING_AT + WARPS * DEPTH * SLOT)
+#define OFFSET_AT (MERGE_AT + TEAMS * BUFFERS * TEAM * PARTIAL * 4)
+#define OFFSETS 11            // rows of cosines, then of sines: distances 0 to 7, middle of a span, 8, 16
+#define WEIGHT_AT (OFFSET_AT + 2 * OFFSETS * HALF * 4)
+#define FLAG_AT (WEIGHT_AT + WARPS * 64)
+#define SMEM_BYTES ((FLAG_AT + 2 * TEAMS * BUFFERS * 4 + 15) / 16 * 16 + 16)
 
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
@@ -109,91 +117,87 @@ struct Softmax {  // of one warp
     float maximum;  // log2 units
     float sum;      // this lane's tokens only
     float acc[C];   // this lane's channels
+    __device__ __forceinline__ void clear() {
+        maximum = NONE;
+        sum = 0.0f;
+#pragma unroll
+        for (int e = 0; e < C; e++) acc[e] = 0.0f;
+    }
+    // The same roundings wherever it is inlined: whoever merges parts gets the same bits.
+    __device__ __forceinline__ void merge(const Softmax& s) {
+        const float top = fmaxf(maximum, s.maximum), f = exp2_(maximum - top), g = exp2_(s.maximum - top);
+        maximum = top;
+        sum = __fmaf_rn(sum, f, __fmul_rn(s.sum, g));
+#pragma unroll
+        for (int e = 0; e < C; e++) acc[e] = __fmaf_rn(acc[e], f, __fmul_rn(s.acc[e], g));
+    }
+    // top: the largest new score of this lane.
+    __device__ __forceinline__ void raise(float top) {
+        if (__any_sync(0xffffffffu, top > maximum + HEADROOM)) {
+            top = xor_max(xor_max(xor_max(xor_max(xor_max(top, 1), 2), 4), 8), 16);
+            const float decay = exp2_(maximum - top);
+            sum *= decay;
+#pragma unroll
+            for (int e = 0; e < C; e++) acc[e] *= decay;
+            maximum = top;
+        }
+    }
 };
 
-// top: the largest score of this lane.
-__device__ __forceinline__ void raise_maximum(Softmax& s, float top) {
-    if (__any_sync(0xffffffffu, top > s.maximum + HEADROOM)) {
-        top = xor_max(xor_max(xor_max(xor_max(xor_max(top, 1), 2), 4), 8), 16);
-        float decay = exp2_(s.maximum - top);
-        s.sum *= decay;
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ int4 load4i(u32 at) {
+    int4 x;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store4i(u32 at, int x, int y, int z, int w) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+__device__ __forceinline__ uint2 load2(u32 at) {
+    uint2 x;
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(at) : "memory");
+    return x;
+}
+// C neighbouring fp32 values in shared memory.
+__device__ __forceinline__ void load_shared(float (&x)[C], u32 at) {
 #pragma unroll
-        for (int e = 0; e < C; e++) s.acc[e] *= decay;
-        s.maximum = top;
+    for (int e = 0; e < C; e += 4) {
+        const int4 f = load4i(at + 4 * e);
+        x[e] = __int_as_float(f.x); x[e + 1] = __int_as_float(f.y);
+        x[e + 2] = __int_as_float(f.z); x[e + 3] = __int_as_float(f.w);
+    }
+}
+// C neighbouring packed 16-bit values in shared memory.
+__device__ __forceinline__ void load_packed(u32 (&x)[PAIRS], u32 at) {
+#pragma unroll
+    for (int e = 0; e < PAIRS; e += 2) {
+        const uint2 f = load2(at + 4 * e);
+        x[e] = f.x; x[e + 1] = f.y;
     }
 }
 
-// Pages [begin, end) of a slice: equal shares of whole spans.
-__device__ __forceinline__ int slice_share(int coded, int slices) { return (((coded >> 3) + slices - 1) / slices + 1) & ~1; }
-__device__ __forceinline__ int slice_begin(int coded, int slice, int slices) { return slice * slice_share(coded, slices); }
-__device__ __forceinline__ int slice_end(int coded, int slice, int slices) {
-    return min((slice + 1) * slice_share(coded, slices), coded >> 3);
-}
-
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
-
-// Slot of the i-th full-precision token.
-__device__ __forceinline__ int window_slot(int i, int coded, int sinks, int ring) {
-    return i < sinks ? i : sinks + (i + coded - sinks) % ring;
-}
-
-// Copies of a warp to shared memory, ahead of their use. Every lane reads only what it has copied itself, so that
-// waiting for its own copies is enough. Copies are committed in groups; past the end of a row groups are empty.
-struct Stream {
-    u32 codes, query;               // this lane's places in the ring of spans (keys) and for its query
-    const u8 *kc, *vc;              // codes of this head and lane's group in the row
-    int begin, end;                 // pages of the slice
-    int page, part, last;           // of the next span to copy; the warp's last part
-    int step;                       // pages from one span of a part to the next
-
-    __device__ __forceinline__ void copy8(u32 to, const void* from) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(to), "l"(from) : "memory");
-    }
-    // Pages of a part: begin + 2 part, its neighbour, and so on every 2 PARTS pages.
-    __device__ __forceinline__ void skip_empty_parts() {
-        while (page >= end && part < last) page = begin + 2 * ++part;
-    }
-    // Span `n` of the warp in this row: all of its parts, one after another.
-    __device__ __forceinline__ void span(int n, int sub, u32 stride_kcp, u32 stride_vcp) {
-        if (page < end) {
-            const u32 page0 = min(page + sub, end - 1), at = codes + n % DEPTH * SPAN_BYTES;
-            copy8(at, kc + (u64)page0 * stride_kcp);
-            copy8(at + 32 * SPAN, vc + (u64)page0 * stride_vcp);
-#if SUBS == 1
-            const u32 page1 = min(page + 1, end - 1);  // a lonely last page is its own partner, unused
-            copy8(at + 8, kc + (u64)page1 * stride_kcp);
-            copy8(at + 32 * SPAN + 8, vc + (u64)page1 * stride_vcp);
-#endif
-            page += step;
-            skip_empty_parts();
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
-    // The oldest group but DEPTH - 1 has arrived.
-    __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory"); }
-    __device__ __forceinline__ void read(u32 (&k)[SPAN / 4], u32 (&v)[SPAN / 4], int n) {
-        const u32 at = codes + n % DEPTH * SPAN_BYTES;
-#if SUBS == 1
-        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(k[0]), "=r"(k[1]), "=r"(k[2]), "=r"(k[3]) : "r"(at) : "memory");
-        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at + 32 * SPAN) : "memory");
+// Entry of this lane's group: code i of a word.
+__device__ __forceinline__ void lookup(u32 (&entry)[PAIRS], const u8* table, u32 word, u32 lane_base, int i) {
+    const u8* from = table + permute(word, lane_base, 0x5504 | i << 4);
+#if C == 4
+    const uint2 x = *(const uint2*)from;
+    entry[0] = x.x; entry[1] = x.y;
 #else
-        asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(k[0]), "=r"(k[1]) : "r"(at) : "memory");
-        asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(at + 32 * SPAN) : "memory");
+    const uint4 x = *(const uint4*)from;
+    entry[0] = x.x; entry[1] = x.y; entry[2] = x.z; entry[3] = x.w;
 #endif
-    }
-    // own: the channels of this lane; other: their RoPE partners, signed so that one formula rotates both halves.
-    __device__ __forceinline__ void read_query(float (&own)[C], float (&other)[C], float scale, bool second) {
-#pragma unroll
-        for (int e = 0; e < PAIRS; e++) {
-            u32 a, b;
-            asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a) : "r"(query + 4 * e) : "memory");
-            asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b) : "r"(query + 2 * C + 4 * e) : "memory");
-            own[2 * e] = scale * from_model(a & 0xffff);
-            own[2 * e + 1] = scale * from_model(a >> 16);
-            other[2 * e] = (second ? -scale : scale) * from_model(b & 0xffff);
-            other[2 * e + 1] = (second ? -scale : scale) * from_model(b >> 16);
-        }
-    }
+}
+// What a warp does of a row.
+struct Job {
+    int coded, tokens;   // tokens: in full precision
+    int page, end;       // pages [page, end) of the slice
+    int first, last;     // spans [first, last) of the slice
+    int part;            // spans of a part
+    int turn;            // slot of a recent token, but for one turn of the ring: its number + turn
+    int items;           // of the row's full-precision tokens, two each; the slice has every slices-th of them
+    bool shared;         // a part for each warp of the team
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
@@ -207,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     const u32* __restrict__ mirror_half,                                         // the same as fp16 [2, 8, 64]
     float* scratch, int* counters, u16* out,
     float scale, int batch, int sinks, int ring,
-    i64 stride_qb, i64 stride_qh, i64 stride_kcb, u32 stride_kcp, i64 stride_vcb, u32 stride_vcp,
+    i64 stride_qb, i64 stride_qh, i64 stride_cb, u32 stride_cp,                  // codes: keys and values alike
     i64 stride_kwb, i64 stride_kwh, i64 stride_kws, i64 stride_vwb, i64 stride_vwh, i64 stride_vws)
 {
     extern __shared__ __align__(1024) u8 smem[];
@@ -220,11 +224,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     const int group = lane % GROUPS, sub = lane / GROUPS;
     const int channel = group * C, in_half = channel % HALF;
     const bool second = channel >= HALF;
-    float* merge = (float*)(smem + 2 * TABLE + RING_BYTES) + team * TEAM * PARTIAL;  // buffer i: + i * WARPS * PARTIAL
-    u8* weights = smem + 2 * TABLE + RING_BYTES + MERGE_BYTES + QUERY_BYTES + warp * 32;  // fp16 [16]
+    float* const merge = (float*)(smem + MERGE_AT) + team * (BUFFERS * TEAM * PARTIAL);  // [buffer][member][PARTIAL]
+    u32 weights = (u32)__cvta_generic_to_shared(smem + WEIGHT_AT) + warp * 64;  // fp16 [16], twice: read and written in turn
+    const u32 offsets = (u32)__cvta_generic_to_shared(smem + OFFSET_AT) + 4 * in_half;  // cos, then sin, [8, 64] each
+    const u32 ring_begin = (u32)__cvta_generic_to_shared(smem + RING_AT) + warp * (DEPTH * SLOT);
     // Of the team, by buffer: warps that have written their partials, and rows that have been merged.
-    volatile int* written = (volatile int*)(smem + SMEM_BYTES - 16 - FLAG_BYTES) + team * BUFFERS;
-    volatile int* merged = written + TEAMS * BUFFERS;
+    volatile int* const written = (volatile int*)(smem + FLAG_AT) + team * BUFFERS;
+    volatile int* const merged = written + TEAMS * BUFFERS;
 
     // Both tables into shared memory by bulk copies, one barrier each.
     if (threadIdx.x == 0) {
@@ -241,22 +247,151 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                              :: "r"(to + part), "l"(from + part), "r"(TABLE / 4), "r"(barrier + 8 * side) : "memory");
         }
     }
+    if (threadIdx.x < 2 * TEAMS * BUFFERS) ((int*)(smem + FLAG_AT))[threadIdx.x] = 0;
+    if (threadIdx.x < 2 * OFFSETS * HALF / 4) {
+        const int place = threadIdx.x % (OFFSETS * HALF / 4), distance = place / (HALF / 4), at = place % (HALF / 4);
+        const bool sines = threadIdx.x >= OFFSETS * HALF / 4;
+        const float* from = distance == 8 ? (sines ? mirror_sin : mirror_cos) + (MIRRORS - 1) * HALF
+                                          : (sines ? offset_sin : offset_cos) + (distance < 8 ? distance : distance == 9 ? 8 : 16) * HALF;
+        ((float4*)(smem + OFFSET_AT))[threadIdx.x] = ((const float4*)from)[at];
+    }
+    int quarter = 0;       // of all coded tokens; of fewer than four rows all are shared
+    bool any_shared = true;
+    if (batch >= TEAM) {
+        int most = 0;
+        for (int i = lane; i < batch; i += 32) { quarter += n_coded[i]; most = max(most, n_coded[i]); }
+        quarter = __reduce_add_sync(0xffffffffu, quarter) / TEAM;
+        any_shared = (int)__reduce_max_sync(0xffffffffu, (u32)most) > quarter;
+    }
 
-    // Rotations of this lane's channels from the middle of a span to its tokens.
-    u32 cosine[MIRRORS][PAIRS], sine[MIRRORS][PAIRS];
+    // x * reciprocal >> 32 is x / slices, exactly, while x * slices < 2^32.
+    const u32 reciprocal = 0xffffffffu / (u32)slices + 1;
+    // ---- copies to shared memory, DEPTH items ahead. An item: a span of codes, or two full-precision tokens, or nothing.
+    auto job_of = [&](int row) {
+        Job job;
+        job.coded = n_coded[row];
+        const int length = lengths[row], pages = job.coded >> 3;
+        const int share = ((int)__umulhi(pages + slices - 1, reciprocal) + 1) & ~1, shift = PARTS(job.coded);  // whole spans
+        job.page = min(slice * share, pages);
+        job.end = min(job.page + share, pages);
+        const int spans = (job.end - job.page + 1) >> 1;
+        job.part = (spans + (1 << shift) - 1) >> shift;
+        job.shared = job.coded > quarter;
+        job.first = job.shared ? min(member * job.part, spans) : 0;
+        job.last = job.shared ? min(job.first + job.part, spans) : spans;
+        job.tokens = min(length, sinks) + max(length - sinks - job.coded, 0);
+        job.turn = job.coded % ring;
+        job.items = job.shared && member > 0 ? 0 : (job.tokens + 1) >> 1;
+        return job;
+    };
+    // The first row from `row` on that this warp has a part in.
+    auto find_row = [&](int row) {
+        if (!any_shared) return row + ((member - row) & (TEAM - 1));
+        while (row < batch && n_coded[row] <= quarter && row % TEAM != member) row++;
+        return row;
+    };
+    int ahead_row = find_row(0), ahead_item = -1, ahead_span = 0, ahead_part = 0;  // ahead_item < 0: the row's first item
+    int ahead_fast = 0;            // spans that follow one another
+    const u8* ahead_codes = k_codes;  // this lane's 16 bytes of the next span
+    auto copy_codes = [&](u32 slot, const u8* from) {
+#if SUBS == 1
+        copy16(slot + 16 * lane, from);
+        copy16(slot + 512 + 16 * lane, from + (v_codes - k_codes));
+#else
+        copy16(slot + 16 * lane, from);
+#endif
+    };
+    // This lane's 16 bytes of the span that begins at `page`. A lonely last page is its own partner, unused.
+    auto codes_at = [&](int row, int page, int end) {
+        const int mine = min(page + (SUBS == 1 ? lane >> 4 : lane >> 3 & 1), end - 1);
+        const u8* from = SUBS == 2 && lane >= 16 ? v_codes : k_codes;
+        return from + row * stride_cb + (u64)(u32)mine * stride_cp + head * (8 * GROUPS) + (SUBS == 1 ? lane & 15 : lane & 7) * 16;
+    };
+    auto copy_angles = [&](u32 slot, int position) {
+        const float* from = (lane < 16 ? base_cos : base_sin) + (i64)(position >> 3) * HALF + 4 * (lane & 15);
+        copy16(slot + ANGLES + 16 * lane, from);
+    };
+    Job job;
+    if (ahead_row < batch) job = job_of(ahead_row);
+    auto copy_rare = [&](u32 slot) {
+        if (ahead_row < batch && ahead_item >= job.items && ahead_span >= job.last) {
+            ahead_row = find_row(ahead_row + 1);
+            ahead_item = -1;
+            if (ahead_row < batch) job = job_of(ahead_row);
+        }
+        if (ahead_row >= batch) {
+            if (lane == 0) store4i(slot + HEADER, batch, 0, 0, 0);
+            return;
+        }
+        if (ahead_item < 0) {
+            ahead_item = slice;
+            ahead_span = ahead_part = job.first;
+            // A lonely page is in the last span of the slice.
+            const int lonely = (job.end - job.page) % 2 && job.last * 2 > job.end - job.page ? job.last - 1 - job.first : -1;
+            if (lane == 0) {
+                store4i(slot + HEADER, ahead_row, job.coded, job.tokens, job.items);
+                store4i(slot + HEADER + 16, job.last - job.first, job.part, lonely, job.shared);
+            }
+            if (lane < 16) copy16(slot + QUERY + 16 * lane, query + ahead_row * stride_qb + head * stride_qh + 8 * lane);
+        }
+        if (ahead_item < job.items) {
+            const int token = min(2 * ahead_item + (lane >> 4), job.tokens - 1);
+            int at = token + (token < sinks ? 0 : job.turn);
+            if (at >= sinks + ring) at -= ring;
+            copy16(slot + 16 * lane, k_window + ahead_row * stride_kwb + head * stride_kwh + (i64)at * stride_kws + 8 * (lane & 15));
+            copy16(slot + 512 + 16 * lane, v_window + ahead_row * stride_vwb + head * stride_vwh + (i64)at * stride_vws + 8 * (lane & 15));
+            copy_angles(slot, 2 * ahead_item < sinks ? 2 * ahead_item : 2 * ahead_item + job.coded);
+            ahead_item += slices;
+        } else if (ahead_span < job.last) {
+            const int page = job.page + 2 * ahead_span;
+            copy_codes(slot, codes_at(ahead_row, page, job.end));
+            if (ahead_span == ahead_part) {
+                copy_angles(slot, 8 * page + sinks);
+                ahead_part += job.part;
+            }
+            ahead_span++;
+            const int next = min(ahead_part, job.last);
+            // Up to the next part, or to a lonely page.
+            ahead_fast = max(next - ahead_span - (2 * next > job.end - job.page), 0);
+            ahead_codes = codes_at(ahead_row, page + 2, job.end);
+            ahead_span += ahead_fast;
+        }
+    };
+    auto copy_next = [&](u32 slot) {
+        if (ahead_fast > 0) {
+            copy_codes(slot, ahead_codes);
+            ahead_codes += 2 * (u64)stride_cp;
+            ahead_fast--;
+        } else {
+            copy_rare(slot);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+#pragma unroll 1
+    for (int i = 0; i < DEPTH; i++) copy_next(ring_begin + i * SLOT);
+    u32 slot = ring_begin;
+    // On to the next item, which has arrived then, as own copies and everybody's; this one has been read by all lanes.
+    auto advance = [&]() {
+        asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 2) : "memory");
+        __syncwarp();
+        copy_next(slot);
+        slot += SLOT;
+        if (slot == ring_begin + DEPTH * SLOT) slot = ring_begin;
+    };
+    asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
+
+    // Rotations from the middle of a span to its tokens.
+    u32 cosines[MIRRORS][PAIRS], sines[MIRRORS][PAIRS];
 #pragma unroll
     for (int s = 0; s < MIRRORS; s++) {
 #pragma unroll
         for (int e = 0; e < PAIRS; e += 2) {
-            uint2 c2 = *(const uint2*)(mirror_half + (s * HALF + in_half) / 2 + e);
-            uint2 s2 = *(const uint2*)(mirror_half + ((8 + s) * HALF + in_half) / 2 + e);
-            cosine[s][e] = c2.x; cosine[s][e + 1] = c2.y;
-            sine[s][e] = s2.x; sine[s][e + 1] = s2.y;
+            uint2 x = *(const uint2*)(mirror_half + (s * HALF + in_half) / 2 + e);
+            cosines[s][e] = x.x; cosines[s][e + 1] = x.y;
+            x = *(const uint2*)(mirror_half + ((8 + s) * HALF + in_half) / 2 + e);
+            sines[s][e] = x.x; sines[s][e + 1] = x.y;
         }
     }
-    float step_cos[C], step_sin[C];  // rotation from one span of a part to the next
-    int step = 0;
-
     // Column n of the sums is token n (and n + 8; with c = 8: n % 4 and n % 4 + 4) of the span.
     u32 ones[SPAN / 2];
 #pragma unroll
@@ -272,121 +407,165 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     const int weight_offset = 2 * (2 * (lane & 1) + (lane >> 2 & 1) + 4 * (lane >> 3 & 1) + 8 * sub);
 #endif
     const u32 lane_base = group * (2 * C);  // bytes 1 to 3 are zero
-    if (threadIdx.x < 2 * TEAMS * BUFFERS) ((int*)(smem + SMEM_BYTES - 16 - FLAG_BYTES))[threadIdx.x] = 0;
-    __syncthreads();  // barriers and flags are initialized
-    int quarter = 0;  // of all coded tokens; of fewer than four rows all are shared
-    if (batch >= TEAM) {
-        for (int i = lane; i < batch; i += 32) quarter += n_coded[i];
-        quarter = __reduce_add_sync(0xffffffffu, quarter) / TEAM;
-    }
-    // Lengths of 32 rows at a time, one in each lane.
-    int block = -1, block_coded = 0, block_length = 0, coded = 0, length = 0;
-    bool shared = false;  // by the team
-    // The first row from `row` on that this warp has a part in.
-    auto find_row = [&](int row) {
-        for (; row < batch; row++) {
-            if (row >> 5 != block) {
-                block = row >> 5;
-                const int at = min(32 * block + lane, batch - 1);
-                block_coded = n_coded[at];
-                block_length = lengths[at];
-            }
-            coded = __shfl_sync(0xffffffffu, block_coded, row & 31);
-            length = __shfl_sync(0xffffffffu, block_length, row & 31);
-            shared = coded > quarter;
-            if (shared || row % TEAM == member) break;
-        }
-        return row;
-    };
-    Stream stream;
-    stream.codes = (u32)__cvta_generic_to_shared(smem + 2 * TABLE) + warp * (DEPTH * SPAN_BYTES) + lane * SPAN;
-    stream.query = (u32)__cvta_generic_to_shared(smem + 2 * TABLE + RING_BYTES + MERGE_BYTES) + threadIdx.x * (4 * C);
-    // Query and first codes of a row set out while the row before is still being finished.
-    auto start_row = [&](int row) {
-        const i64 inner = head * (8 * GROUPS) + group * 8;
-        stream.kc = k_codes + row * stride_kcb + inner;
-        stream.vc = v_codes + row * stride_vcb + inner;
-        stream.begin = slice_begin(coded, slice, slices);
-        stream.end = slice_end(coded, slice, slices);
-        stream.part = shared ? member : 0;
-        stream.last = shared ? member : PARTS(coded) - 1;
-        stream.step = 2 * PARTS(coded);
-        stream.page = stream.part < PARTS(coded) ? stream.begin + 2 * stream.part : stream.end;
-        stream.skip_empty_parts();
-        const u16* q = query + row * stride_qb + head * stride_qh;
-#pragma unroll
-        for (int e = 0; e < C; e += 4) {
-            stream.copy8(stream.query + 2 * e, q + channel + e);
-            stream.copy8(stream.query + 2 * C + 2 * e, q + (channel ^ HALF) + e);
-        }
-#pragma unroll
-        for (int n = 0; n < DEPTH; n++) stream.span(n, sub, stride_kcp, stride_vcp);
-    };
-    int row = find_row(0), merges = 0;
-    if (row < batch) start_row(row);
+    __syncthreads();  // barriers, flags and offsets are there
+    int merges = 0;
     bool staged = false;
 
-    while (row < batch) {
-        stream.wait();
-        const bool together = shared;
-        const int begin = stream.begin, end = stream.end, finished = row, parts = PARTS(coded);
-        if (step != stream.step) {
-            step = stream.step;
-            load_row(step_cos, offset_cos + 8 * step * HALF + in_half);
-            load_row(step_sin, offset_sin + 8 * step * HALF + in_half);
-        }
-        int n = 0;
-        // Of a shared row in fewer parts than warps, the last warps have empty ones.
-        for (int part = together ? member : 0; part < (together ? TEAM : parts); part++) {
-        Softmax state;
-        state.maximum = NONE;
-        state.sum = 0.0f;
+    for (;;) {
+        const int4 header = load4i(slot + HEADER), plan = load4i(slot + HEADER + 16);
+        const int row = header.x, count = plan.x;
+        if (row >= batch) break;
+        u32 q_own[PAIRS], q_other[PAIRS];
+        load_packed(q_own, slot + QUERY + 2 * channel);
+        load_packed(q_other, slot + QUERY + 2 * (channel ^ HALF));
+        // The query at the angle whose cosines and sines lie in the slot: u, and its quarter turn w.
+        auto rotate_query = [&](float (&u)[C], float (&w)[C]) {
+            float c1[C], s1[C];
+            load_shared(c1, slot + ANGLES + 4 * in_half);
+            load_shared(s1, slot + ANGLES + 4 * HALF + 4 * in_half);
 #pragma unroll
-        for (int e = 0; e < C; e++) state.acc[e] = 0.0f;
+            for (int e = 0; e < C; e++) {
+                const float own = scale * from_model(e % 2 ? q_own[e / 2] >> 16 : q_own[e / 2] & 0xffff);
+                // RoPE partners, signed so that one formula rotates both halves.
+                const float other = (second ? -scale : scale) * from_model(e % 2 ? q_other[e / 2] >> 16 : q_other[e / 2] & 0xffff);
+                u[e] = own * c1[e] + other * s1[e];
+                w[e] = other * c1[e] - own * s1[e];
+            }
+        };
+        Softmax total;
+        total.clear();
 
-        // Full-precision tokens go to the parts of the row in turn; on their way to L2 while the codes are attended to.
-        const int window_tokens = min(length, sinks) + max(length - sinks - coded, 0);
-        const int window_first = part < parts ? 4 * (slice + slices * (parts - 1 - part)) : window_tokens;
-        const int window_step = 4 * slices * parts;
-        if (window_first + lane / 8 < window_tokens) {
-            const i64 slot = window_slot(window_first + lane / 8, coded, sinks, ring);
-            const u16* const from = lane & 4 ? v_window + row * stride_vwb + head * stride_vwh + slot * stride_vws
-                                             : k_window + row * stride_kwb + head * stride_kwh + slot * stride_kws;
-            prefetch(from + (lane & 1) * 64);
-        }
-
-        // A lane's tokens: pages `page` and `page + 1` (c = 4), or page `page + sub` alone (c = 8).
-        const int first = part < parts ? begin + 2 * part : end;
-        if (first < end) {
-            float u[C], w[C];
-            {
-                float c1[C], s1[C], c2[C], s2[C];
-                load_row(c1, base_cos + (i64)(first + sub + (sinks >> 3)) * HALF + in_half);
-                load_row(s1, base_sin + (i64)(first + sub + (sinks >> 3)) * HALF + in_half);
-                float own[C], other[C];
-                stream.read_query(own, other, scale, second);
-                // On to the middle: the last distance.
-                load_row(c2, mirror_cos + (MIRRORS - 1) * HALF + in_half);
-                load_row(s2, mirror_sin + (MIRRORS - 1) * HALF + in_half);
+        // Full-precision tokens in fp32, two neighbours of one page at a time (with c = 8 one in each half warp): sinks
+        // first, then the positions from sinks + coded on. They come first: the tables are still on their way.
+        if (slice >= header.w && count == 0) advance();
+#pragma unroll 1
+        for (int item = slice; item < header.w; item += slices) {
+            float u[C], w[C], score[2 / SUBS], top = NONE;
+            rotate_query(u, w);
+            u32 v_bits[2 / SUBS][PAIRS];
+#pragma unroll
+            for (int t = 0; t < 2 / SUBS; t++) {
+                const int token = t + sub;
+                float c2[C], s2[C];
+                const u32 offset = offsets + (((2 * item) & 7) + token) * (4 * HALF);
+                load_shared(c2, offset);
+                load_shared(s2, offset + OFFSETS * 4 * HALF);
+                u32 k_bits[PAIRS];
+                load_packed(k_bits, slot + 256 * token + 2 * channel);
+                load_packed(v_bits[t], slot + 512 + 256 * token + 2 * channel);
+                score[t] = 0.0f;
 #pragma unroll
                 for (int e = 0; e < C; e++) {
-                    float u0 = own[e] * c1[e] + other[e] * s1[e], w0 = other[e] * c1[e] - own[e] * s1[e];
-                    u[e] = u0 * c2[e] + w0 * s2[e];
-                    w[e] = w0 * c2[e] - u0 * s2[e];
+                    const u16 k = e % 2 ? k_bits[e / 2] >> 16 : k_bits[e / 2] & 0xffff;
+                    score[t] += from_model(k) * (u[e] * c2[e] + w[e] * s2[e]);
                 }
             }
-            if (!staged) {
-                staged = true;
 #pragma unroll
-                for (int side = 0; side < 2; side++)
-                    asm volatile("{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;\n@p bra done;\nbra wait;\ndone:\n}"
-                                 :: "r"(barrier + 8 * side) : "memory");
+            for (int t = 0; t < 2 / SUBS; t++) {
+#pragma unroll
+                for (int hop = GROUPS / 2; hop > 0; hop >>= 1) score[t] = xor_add(score[t], hop);
+                if (2 * item + t + sub >= header.z) score[t] = NONE;
+                top = fmaxf(top, score[t]);
             }
+            if (SUBS == 2) top = xor_max(top, 16);
+            top = fmaxf(top, total.maximum);
+            const float decay = exp2_(total.maximum - top);
+            total.maximum = top;
+            total.sum *= decay;
+#pragma unroll
+            for (int e = 0; e < C; e++) total.acc[e] *= decay;
+#pragma unroll
+            for (int t = 0; t < 2 / SUBS; t++) {
+                const float weight = exp2_(score[t] - top);
+                if ((lane & (GROUPS - 1) & ~SPARE) == 0) total.sum += weight;
+#pragma unroll
+                for (int e = 0; e < C; e++) {
+                    const u16 v = e % 2 ? v_bits[t][e / 2] >> 16 : v_bits[t][e / 2] & 0xffff;
+                    total.acc[e] += weight * from_model(v);
+                }
+            }
+            advance();
+        }
 
-            for (int page = first; page < end; page += step, n++) {
-                u32 k_word[SPAN / 4], v_word[SPAN / 4];
-                stream.wait();
-                stream.read(k_word, v_word, n);
+        if (!staged && count > 0) {
+            staged = true;
+#pragma unroll
+            for (int side = 0; side < 2; side++)
+                asm volatile("{\n.reg .pred p;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;\n@p bra done;\nbra wait;\ndone:\n}"
+                             :: "r"(barrier + 8 * side) : "memory");
+        }
+#pragma unroll 1
+        for (int done = 0; done < count;) {
+            const int stop = min(done + plan.y, count);
+            Softmax state;
+            state.clear();
+            float u[C], w[C];
+            {
+                float c2[C], s2[C], u0[C], w0[C];
+                rotate_query(u0, w0);
+                // On to the middle: the last distance.
+                load_shared(c2, offsets + 8 * 4 * HALF);
+                load_shared(s2, offsets + (OFFSETS + 8) * 4 * HALF);
+#if SUBS == 2
+                // The second half warp is a page further on.
+                if (sub) {
+                    float c8[C], s8[C];
+                    load_shared(c8, offsets + 9 * 4 * HALF);
+                    load_shared(s8, offsets + (OFFSETS + 9) * 4 * HALF);
+#pragma unroll
+                    for (int e = 0; e < C; e++) {
+                        const float u1 = u0[e] * c8[e] + w0[e] * s8[e];
+                        w0[e] = w0[e] * c8[e] - u0[e] * s8[e];
+                        u0[e] = u1;
+                    }
+                }
+#endif
+#pragma unroll
+                for (int e = 0; e < C; e++) {
+                    u[e] = u0[e] * c2[e] + w0[e] * s2[e];
+                    w[e] = w0[e] * c2[e] - u0[e] * s2[e];
+                }
+            }
+            u32 v_word[SPAN / 4];  // codes of the values whose weights are known
+            auto values = [&]() {
+                u32 weight2[SPAN / 2];
+#pragma unroll
+                for (int i = 0; i < SPAN / 8; i++) {
+                    const int4 x = load4i(weights + 16 * (i + sub));
+                    weight2[4 * i] = x.x; weight2[4 * i + 1] = x.y; weight2[4 * i + 2] = x.z; weight2[4 * i + 3] = x.w;
+                }
+                u32 sums[PAIRS];
+#pragma unroll
+                for (int i = 0; i < SPAN; i++) {
+                    u32 v[PAIRS];
+                    lookup(v, smem + TABLE, v_word[i / 4], lane_base, i % 4);
+                    u32 wt = i % 2 ? splat_high(weight2[i / 2]) : splat_low(weight2[i / 2]);
+#pragma unroll
+                    for (int e = 0; e < PAIRS; e++) sums[e] = i == 0 ? mul2(v[e], wt) : fma2(v[e], wt, sums[e]);
+                }
+#pragma unroll
+                for (int e = 0; e < PAIRS; e++) {
+                    state.acc[2 * e] += low(sums[e]);
+                    state.acc[2 * e + 1] += high(sums[e]);
+                }
+            };
+            // Products with the keys of the slot's span; the values of the span before meanwhile, if there is one.
+            auto span = [&](bool pipelined) __attribute__((always_inline)) {
+                u32 k_word[SPAN / 4], v_next[SPAN / 4];
+#if SUBS == 1
+#pragma unroll
+                for (int page = 0; page < 2; page++) {
+                    const uint2 k = load2(slot + 256 * page + 8 * group), v = load2(slot + 512 + 256 * page + 8 * group);
+                    k_word[2 * page] = k.x; k_word[2 * page + 1] = k.y;
+                    v_next[2 * page] = v.x; v_next[2 * page + 1] = v.y;
+                }
+#else
+                {
+                    const uint2 k = load2(slot + 128 * sub + 8 * group), v = load2(slot + 256 + 128 * sub + 8 * group);
+                    k_word[0] = k.x; k_word[1] = k.y;
+                    v_next[0] = v.x; v_next[1] = v.y;
+                }
+#endif
                 u32 uh[PAIRS], wh[PAIRS];
 #pragma unroll
                 for (int e = 0; e < PAIRS; e++) {
@@ -397,31 +576,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
 #pragma unroll
                 for (int s = 0; s < MIRRORS; s++) {
                     const int before = MIRRORS - 1 - s, after = MIRRORS + s;  // tokens of the span
+                    u32 (&cosine)[PAIRS] = cosines[s], (&sine)[PAIRS] = sines[s];
                     u32 k[2][PAIRS];
 #pragma unroll
                     for (int side = 0; side < 2; side++) {
                         const int i = side ? after : before;
-                        const u8* entry = smem + permute(k_word[i / 4], lane_base, 0x5504 | (i % 4) << 4);
-#if C == 4
-                        uint2 k2 = *(const uint2*)entry; k[side][0] = k2.x; k[side][1] = k2.y;
-#else
-                        uint4 k4 = *(const uint4*)entry;
-                        k[side][0] = k4.x; k[side][1] = k4.y; k[side][2] = k4.z; k[side][3] = k4.w;
-#endif
+                        lookup(k[side], smem, k_word[i / 4], lane_base, i % 4);
                     }
                     u32 p0 = 0, p1 = 0;
 #pragma unroll
                     for (int e = 0; e < PAIRS; e++) {
-                        u32 c = mul2(uh[e], cosine[s][e]);
-                        u32 x0 = fma2(negate2(wh[e]), sine[s][e], c), x1 = fma2(wh[e], sine[s][e], c);
+                        u32 c = mul2(uh[e], cosine[e]);
+                        u32 x0 = fma2(negate2(wh[e]), sine[e], c), x1 = fma2(wh[e], sine[e], c);
                         p0 = e == 0 ? mul2(k[0][e], x0) : fma2(k[0][e], x0, p0);
                         p1 = e == 0 ? mul2(k[1][e], x1) : fma2(k[1][e], x1, p1);
                     }
                     product[before] = p0;
                     product[after] = p1;
                 }
-                const bool alone = page + 1 >= end;
-                stream.span(n + DEPTH, sub, stride_kcp, stride_vcp);
+                float step_cos[C], step_sin[C];  // rotation to the next span
+                load_shared(step_cos, offsets + 10 * 4 * HALF);
+                load_shared(step_sin, offsets + (OFFSETS + 10) * 4 * HALF);
 #pragma unroll
                 for (int e = 0; e < C; e++) {
                     float u1 = u[e] * step_cos[e] + w[e] * step_sin[e];
@@ -434,6 +609,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                 for (int j = 0; j < SPAN / 4; j++)
                     mma(d, product[2 * j], product[2 * j + SPAN / 2], product[2 * j + 1], product[2 * j + 1 + SPAN / 2],
                         ones[2 * j], ones[2 * j + 1]);
+                if (pipelined) values();
+#pragma unroll
+                for (int i = 0; i < SPAN / 4; i++) v_word[i] = v_next[i];
                 // Sum over the rows; every hop leaves a lane with half of its tokens.
                 bool upper = lane & (16 / SUBS);
                 float x0 = (upper ? d[2] : d[0]) + __shfl_xor_sync(0xffffffffu, upper ? d[0] : d[2], 16 / SUBS);
@@ -442,150 +620,36 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                 float score = (odd ? x1 : x0) + __shfl_xor_sync(0xffffffffu, odd ? x0 : x1, 8 / SUBS);
 #if SUBS == 1
                 score = xor_add(score, 4);
-                score = alone && upper ? NONE : score;
+                score = done == plan.z && upper ? NONE : score;
 #else
-                score = alone && sub ? NONE : score;
+                score = done == plan.z && sub ? NONE : score;
 #endif
-                raise_maximum(state, score);
+                state.raise(score);
                 float weight = exp2_(score - state.maximum);
                 state.sum += weight;
+                weights ^= 32;
                 if (!(lane & SPARE))
-                    *(u16*)(weights + weight_offset) = (u16)pack2(weight, weight);
-                __syncwarp();
-                u32 weight2[SPAN / 2];
-#pragma unroll
-                for (int i = 0; i < SPAN / 8; i++) {
-                    uint4 x = *(const uint4*)(weights + 16 * (i + sub));
-                    weight2[4 * i] = x.x; weight2[4 * i + 1] = x.y; weight2[4 * i + 2] = x.z; weight2[4 * i + 3] = x.w;
-                }
-                u32 sums[PAIRS];
-#pragma unroll
-                for (int i = 0; i < SPAN; i++) {
-                    const u8* entry = smem + TABLE + permute(v_word[i / 4], lane_base, 0x5504 | (i % 4) << 4);
-                    u32 v[PAIRS];
-#if C == 4
-                    uint2 v2 = *(const uint2*)entry; v[0] = v2.x; v[1] = v2.y;
-#else
-                    uint4 v4 = *(const uint4*)entry; v[0] = v4.x; v[1] = v4.y; v[2] = v4.z; v[3] = v4.w;
-#endif
-                    u32 wt = i % 2 ? splat_high(weight2[i / 2]) : splat_low(weight2[i / 2]);
-#pragma unroll
-                    for (int e = 0; e < PAIRS; e++) sums[e] = i == 0 ? mul2(v[e], wt) : fma2(v[e], wt, sums[e]);
-                }
-                __syncwarp();  // the weights are read before the next ones are written
-#pragma unroll
-                for (int e = 0; e < PAIRS; e++) {
-                    state.acc[2 * e] += low(sums[e]);
-                    state.acc[2 * e + 1] += high(sums[e]);
-                }
-            }
-        }
-        float sum = xor_add(xor_add(xor_add(state.sum, 1), SUBS == 1 ? 2 : 4), 8);
-        sum = xor_add(sum, 16);
-
-        // Full-precision tokens in fp32, four neighbours of one page at a time (with c = 8 two in each half warp): sinks
-        // first, then the positions from sinks + coded on.
-        for (int i = window_first; i < window_tokens; i += window_step) {
-            u32 k_bits[QUAD][PAIRS], v_bits[QUAD][PAIRS];
-#pragma unroll
-            for (int t = 0; t < QUAD; t++) {
-                const int token = min(i + QUAD * sub + t, window_tokens - 1);
-                const i64 slot = window_slot(token, coded, sinks, ring);
-                const u16* const k = k_window + row * stride_kwb + head * stride_kwh + slot * stride_kws + channel;
-                const u16* const v = v_window + row * stride_vwb + head * stride_vwh + slot * stride_vws + channel;
-#pragma unroll
-                for (int e = 0; e < PAIRS; e += 2) {
-                    const uint2 k2 = *(const uint2*)(k + 2 * e), v2 = *(const uint2*)(v + 2 * e);
-                    k_bits[t][e] = k2.x; k_bits[t][e + 1] = k2.y;
-                    v_bits[t][e] = v2.x; v_bits[t][e + 1] = v2.y;
-                }
-            }
-            const int position = i < sinks ? i : i + coded;
-            float u[C], w[C];
-            {
-                float c1[C], s1[C], own[C], other[C];
-                load_row(c1, base_cos + (i64)(position >> 3) * HALF + in_half);
-                load_row(s1, base_sin + (i64)(position >> 3) * HALF + in_half);
-                stream.read_query(own, other, scale, second);
-#pragma unroll
-                for (int e = 0; e < C; e++) {
-                    u[e] = own[e] * c1[e] + other[e] * s1[e];
-                    w[e] = other[e] * c1[e] - own[e] * s1[e];
-                }
-            }
-            float score[QUAD], top = NONE;
-#pragma unroll
-            for (int t = 0; t < QUAD; t++) {
-                float c2[C], s2[C];
-                const int offset = ((position & 7) + QUAD * sub + t) * HALF + in_half;
-                load_row(c2, offset_cos + offset);
-                load_row(s2, offset_sin + offset);
-                score[t] = 0.0f;
-#pragma unroll
-                for (int e = 0; e < C; e++) {
-                    const u16 k = e % 2 ? k_bits[t][e / 2] >> 16 : k_bits[t][e / 2] & 0xffff;
-                    score[t] += from_model(k) * (u[e] * c2[e] + w[e] * s2[e]);
-                }
-            }
-#pragma unroll
-            for (int t = 0; t < QUAD; t++) {
-#pragma unroll
-                for (int hop = GROUPS / 2; hop > 0; hop >>= 1) score[t] = xor_add(score[t], hop);
-                if (i + QUAD * sub + t >= window_tokens) score[t] = NONE;
-                top = fmaxf(top, score[t]);
-            }
-            if (SUBS == 2) top = xor_max(top, 16);
-            if (top > state.maximum) {  // the same for the whole warp
-                const float decay = exp2_(state.maximum - top);
-                sum *= decay;
-#pragma unroll
-                for (int e = 0; e < C; e++) state.acc[e] *= decay;
-                state.maximum = top;
-            }
-            float added = 0.0f;
-#pragma unroll
-            for (int t = 0; t < QUAD; t++) {
-                const float weight = exp2_(score[t] - state.maximum);  // of no token: 0, as the first of the four exists
-                added += weight;
-#pragma unroll
-                for (int e = 0; e < C; e++) {
-                    const u16 v = e % 2 ? v_bits[t][e / 2] >> 16 : v_bits[t][e / 2] & 0xffff;
-                    state.acc[e] += weight * from_model(v);
-                }
-            }
-            sum += SUBS == 2 ? xor_add(added, 16) : added;
+                    asm volatile("st.shared.b16 [%0], %1;" :: "r"(weights + weight_offset), "h"((u16)pack2(weight, weight)) : "memory");
+                advance();
+            };
+            span(false);
+#pragma unroll 1
+            for (done++; done < stop; done++) span(true);
+            values();
+            total.merge(state);
         }
 
-        // The next row sets out before this one is finished.
-        if (together || part == parts - 1) {
-            row = find_row(row + 1);
-            if (row < batch) start_row(row);
-        }
-
-#if SUBS == 2
-#pragma unroll
-        for (int e = 0; e < C; e++) state.acc[e] = xor_add(state.acc[e], 16);
-#endif
-        // The partial goes to buffer `merges` of the team or, of a row that is the warp's own, to its place in buffer `part`.
-        float* const to = merge + (together ? merges % BUFFERS : part) * WARPS * PARTIAL + member * PARTIAL;
-        // Rows that used the buffers before must have been merged; hardly ever waits.
-        if (together) while (merged[merges % BUFFERS] < merges / BUFFERS) {}
-        else if (part == 0) for (int i = 0; i < BUFFERS; i++) while (merged[i] < (merges + BUFFERS - 1 - i) / BUFFERS) {}
-        if (sub == 0) {
+        // Parts of a shared row are merged by the team's last warp; nobody waits.
+        if (plan.w) {
+            float* const buffer = merge + merges % BUFFERS * (TEAM * PARTIAL);
+            // The row that used the buffer before must have been merged; hardly ever waits.
+            while (merged[merges % BUFFERS] < merges / BUFFERS) {}
+            float* const to = buffer + member * PARTIAL;
 #pragma unroll
             for (int e = 0; e < C; e += 4)
-                *(float4*)(to + channel + e) = make_float4(state.acc[e], state.acc[e + 1], state.acc[e + 2], state.acc[e + 3]);
-        }
-        if (lane == 0) { to[DIM] = state.maximum; to[DIM + 1] = sum; }
-        if (together) break;
-        }
-
-        // Parts are merged into a slice by the team's last warp, or by the row's own; nobody waits.
-        const float* from = merge + member * PARTIAL;
-        int stride = WARPS * PARTIAL;
-        if (together) {
-            from = merge + merges % BUFFERS * WARPS * PARTIAL;
-            stride = PARTIAL;
+                *(float4*)(to + e / 4 * 128 + 4 * lane) = make_float4(total.acc[e], total.acc[e + 1], total.acc[e + 2], total.acc[e + 3]);
+            to[32 * C + lane] = total.sum;
+            if (lane == 0) to[32 * C + 32] = total.maximum;
             merges++;
             __threadfence_block();
             __syncwarp();
@@ -593,31 +657,44 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             if (lane == 0) before = atomicAdd((int*)written + (merges - 1) % BUFFERS, 1);
             if (__shfl_sync(0xffffffffu, before, 0) != (merges - 1) / BUFFERS * TEAM + TEAM - 1) continue;
             __threadfence_block();
-        }
-        __syncwarp();
-        float top = NONE, sum = 0.0f;
-        float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            total.clear();
+#pragma unroll 1
+            for (int i = 0; i < TEAM; i++) {
+                const float* const from = buffer + i * PARTIAL;
+                Softmax part;
 #pragma unroll
-        for (int i = 0; i < TEAM; i++) top = fmaxf(top, i < parts ? from[i * stride + DIM] : NONE);
-#pragma unroll
-        for (int i = 0; i < TEAM; i++) {
-            if (i >= parts) break;
-            const float f = exp2_(from[i * stride + DIM] - top);
-            const float4 a = *(const float4*)(from + i * stride + 4 * lane);
-            sum += f * from[i * stride + DIM + 1];
-            acc.x += f * a.x; acc.y += f * a.y; acc.z += f * a.z; acc.w += f * a.w;
+                for (int e = 0; e < C; e += 4) {
+                    const float4 a = *(const float4*)(from + e / 4 * 128 + 4 * lane);
+                    part.acc[e] = a.x; part.acc[e + 1] = a.y; part.acc[e + 2] = a.z; part.acc[e + 3] = a.w;
+                }
+                part.sum = from[32 * C + lane];
+                part.maximum = from[32 * C + 32];
+                total.merge(part);
+            }
         }
-        const i64 here = (i64)finished * heads + head;
-        float* const to = scratch + (here * slices + slice) * PARTIAL;
-        *(float4*)(to + 4 * lane) = acc;
-        if (lane == 0) { to[DIM] = top; to[DIM + 1] = sum; }
-        __syncwarp();
-        if (together) {
+
+        // The slice.
+        float sum = xor_add(xor_add(xor_add(total.sum, 1), SUBS == 1 ? 2 : 4), 8);
+        sum = xor_add(sum, 16);
+#if SUBS == 2
+#pragma unroll
+        for (int e = 0; e < C; e++) total.acc[e] = xor_add(total.acc[e], 16);
+#endif
+        const i64 here = (i64)row * heads + head;
+        float* const to = scratch + (here * slices + slice) * SLICE;
+        if (sub == 0) {
+#pragma unroll
+            for (int e = 0; e < C; e += 4)
+                *(float4*)(to + channel + e) = make_float4(total.acc[e], total.acc[e + 1], total.acc[e + 2], total.acc[e + 3]);
+        }
+        if (lane == 0) { to[DIM] = total.maximum; to[DIM + 1] = sum; }
+        if (plan.w) {
             __threadfence();
             __syncwarp();
             if (lane == 0) { merged[(merges - 1) % BUFFERS] = (merges - 1) / BUFFERS + 1; atomicAdd(counters + here, 1); }
         }
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
     // The warp's own rows are made known together: a fence takes as long as some tokens.
     __threadfence();
     __syncwarp();
@@ -635,16 +712,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             counters[here] = 0;
         }
         __syncwarp();
-        const float* from = scratch + here * slices * PARTIAL;
+        const float* from = scratch + here * slices * SLICE;
         float top = NONE, total = 0.0f;
         float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int i = lane; i < slices; i += 32) top = fmaxf(top, __ldcg(from + i * PARTIAL + DIM));
+        for (int i = lane; i < slices; i += 32) top = fmaxf(top, __ldcg(from + i * SLICE + DIM));
         top = xor_max(xor_max(xor_max(xor_max(xor_max(top, 1), 2), 4), 8), 16);
 #pragma unroll 8
         for (int i = 0; i < slices; i++) {
-            float f = exp2_(__ldcg(from + i * PARTIAL + DIM) - top);
-            float4 a = __ldcg((const float4*)(from + i * PARTIAL + 4 * lane));
-            total += f * __ldcg(from + i * PARTIAL + DIM + 1);
+            float f = exp2_(__ldcg(from + i * SLICE + DIM) - top);
+            float4 a = __ldcg((const float4*)(from + i * SLICE + 4 * lane));
+            total += f * __ldcg(from + i * SLICE + DIM + 1);
             acc.x += f * a.x; acc.y += f * a.y; acc.z += f * a.z; acc.w += f * a.w;
         }
         float inverse = total > 0.0f ? 1.0f / total : 0.0f;  // a row of length 0 gives zeros

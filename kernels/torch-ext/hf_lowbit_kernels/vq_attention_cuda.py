@@ -15,7 +15,7 @@ CHANNELS = (4, 8)
 HEAD_DIM = 128
 LOG2E = 1.4426950408889634
 # Of the source.
-TEAM, PARTIAL, TABLE_BYTES, BUFFERS, DEPTH = 4, 132, 65536, 4, 4
+TEAM, SLICE, TABLE_BYTES, BUFFERS, DEPTH, SLOT, OFFSETS = 4, 132, 65536, 2, 3, 1824, 11
 TEAMS = {4: 3, 8: 3}  # c -> teams per block; with 16 warps registers spill
 
 
@@ -58,8 +58,33 @@ def is_entry_major(table: torch.Tensor) -> bool:
 
 def shared_bytes(channels: int) -> int:
     """Shared memory of a block: ``SMEM_BYTES`` of the source."""
-    warp = DEPTH * 64 * (64 // channels) + BUFFERS * PARTIAL * 4 + 32 * 4 * channels + 32
-    return 2 * TABLE_BYTES + TEAMS[channels] * (TEAM * warp + 2 * BUFFERS * 4) + 16
+    partial = 4 * (32 * channels + 36)
+    team = TEAM * (DEPTH * SLOT + BUFFERS * partial + 64) + 2 * BUFFERS * 4
+    angles = (2 * OFFSETS + 32 // channels) * (HEAD_DIM // 2) * 4
+    total = 2 * TABLE_BYTES + TEAMS[channels] * team + angles
+    return (total + 15) // 16 * 16 + 16
+
+
+def cuda_layouts(
+    query: torch.Tensor,
+    k_codes: torch.Tensor,
+    v_codes: torch.Tensor,
+    k_table: torch.Tensor,
+    v_table: torch.Tensor,
+    k_window: torch.Tensor,
+    v_window: torch.Tensor,
+) -> bool:
+    """Whether the tensors lie as the kernel reads them: codes group-major, keys' like values', tables `entry_major`, and
+    everything in whole pieces of 16 bytes."""
+    if k_codes.numel() and (k_codes.stride() != v_codes.stride() or k_codes.stride()[3:] != (1, 8)):
+        return False
+    copied = (query, k_codes, v_codes, k_window, v_window)
+    aligned = all(
+        tensor.data_ptr() % 16 == 0 and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
+        for tensor in copied
+        if tensor.dim() != 5
+    ) and all(codes.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in codes.stride()[:3]) for codes in (k_codes, v_codes))
+    return aligned and is_entry_major(k_table) and is_entry_major(v_table)
 
 
 def vq_decode_attention_cuda(
@@ -81,7 +106,7 @@ def vq_decode_attention_cuda(
 ) -> torch.Tensor:
     """Same contract as `hf_lowbit_kernels.vq_decode_attention`.
 
-    Codes must be group-major within a page (memory ``[B, P, H, NG, 8]``) and tables `entry_major`.
+    The tensors must fit `cuda_layouts`.
     """
     batch, heads, head_dim = query.shape
     channels = k_table.shape[3]
@@ -92,7 +117,7 @@ def vq_decode_attention_cuda(
     device = query.device
     kernel = _kernel(channels, query.dtype, device.index)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    scratch = torch.empty(batch * heads * splits * teams * PARTIAL, dtype=torch.float32, device=device)
+    scratch = torch.empty(batch * heads * splits * teams * SLICE, dtype=torch.float32, device=device)
     counters = _counters(device, torch.cuda.current_stream(device).cuda_stream, batch * heads)
     tensors = (
         query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded,
@@ -102,7 +127,7 @@ def vq_decode_attention_cuda(
     long, uint = ctypes.c_longlong, ctypes.c_uint
     strides = (
         *map(long, query.stride()[:2]),
-        long(k_codes.stride(0)), uint(k_codes.stride(1)), long(v_codes.stride(0)), uint(v_codes.stride(1)),
+        long(k_codes.stride(0)), uint(k_codes.stride(1)),
         *map(long, k_window.stride()[:3]), *map(long, v_window.stride()[:3]),
     )  # fmt: skip
     kernel(
