@@ -22,7 +22,7 @@ def rope_copy_triton(
         return
     half, valued = head_dim // 2, value is not None
     block = triton.next_power_of_2(half)
-    tokens = max(8, min(64, 4096 // block))
+    tokens = max(8, min(64, 2048 // block))
     value, values = (value, values) if valued else (key, keys)
     _rope_copy_kernel[triton.cdiv(count, tokens), heads, batch](
         key, value, cos, sin, keys, values, slots if slots is not None else cos, count,

@@ -35,7 +35,7 @@ def vq_decode_pages_triton(
     # Widest run of channels that lies inside one entry and inside one half: loaded and stored as a whole.
     run = math.gcd(channels, half)
     runs = triton.next_power_of_2(half // run)
-    tokens = max(8, min(64, 4096 // (run * runs)))
+    tokens = max(8, min(64, 2048 // (run * runs)))
     tiles = triton.cdiv(count, tokens)
     per_program = min(MOST_TILES, triton.next_power_of_2(triton.cdiv(2 * batch * heads * tiles, PROGRAMS)))
     _decode_pages_kernel[triton.cdiv(tiles, per_program), 2 * heads, batch](
