@@ -72,9 +72,12 @@ class RaggedChunk:
         """Of one layer and loop step; ``query``, ``key`` and ``value`` before RoPE. Returns ``[B, n, Hq, D]``."""
         self._pending[layer, step] = (key, value)
         query = rotated(query, cos, sin)
-        if self._spans is None or query.device.type != "cuda" or self.count < APART:
-            return self._masked(store, codebook, query, key, value, cos, sin, step, scale).transpose(1, 2)
-        return self._row_by_row(store, codebook, query, key, value, cos, sin, step, scale)
+        if self._apart(query.device):
+            return self._row_by_row(store, codebook, query, key, value, cos, sin, step, scale)
+        return self._masked(store, codebook, query, key, value, cos, sin, step, scale).transpose(1, 2)
+
+    def _apart(self, device: torch.device) -> bool:
+        return self._spans is not None and device.type == "cuda" and self.count >= APART
 
     def _row_by_row(self, store, codebook, query, key, value, cos, sin, step: int, scale: float) -> torch.Tensor:
         out = query.new_zeros(query.shape[0], self.count, *query.shape[1::2])  # padding: finite
