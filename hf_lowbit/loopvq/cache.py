@@ -5,8 +5,9 @@ row's recent part reaches W + 8 tokens, the oldest 8 become one page of codes at
 written once. A query therefore sees position p as a code iff ``S <= p < S + n_coded``, with ``n_coded`` as it was when
 the forward pass began; a long prompt goes through in chunks, so that earlier chunks are already codes.
 
-Forward passes are of two kinds: chunks (:class:`_Chunk`) know their lengths on the host; steps of one token per row
-(:class:`~.decode.DecodeStep`) have them on the device only, and run as CUDA graphs where they can (:mod:`hf_lowbit.graphs`).
+Forward passes are of two kinds: chunks (:class:`~.prefill.EvenChunk`, :class:`~.prefill_ragged.RaggedChunk`) know their
+lengths on the host; steps of one token per row (:class:`~.decode.DecodeStep`) have them on the device only, and run as CUDA
+graphs where they can (:mod:`hf_lowbit.graphs`).
 """
 
 from __future__ import annotations
@@ -14,18 +15,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from hf_lowbit_kernels import (
     RopeTables,
     attention_backend,
     build_rope_tables,
-    vq_decode,
     vq_decode_attention,
 )
 
@@ -34,10 +31,12 @@ from ..errors import NO_CROP, FallbackError
 from ..graphs import StepGraphs
 from ..protocols import ForcedSchedule
 from .attach import loopvq_codebooks, loopvq_config
-from .codebook import SIDES
 from .decode import DecodeStep
 from .memory import MemoryReport
-from .spec import LoopSpec, rotate
+from .prefill import EvenChunk
+from .prefill_attention import Layout
+from .prefill_ragged import RaggedChunk, due_pages, real_columns
+from .spec import LoopSpec
 from .store import LayerStore
 
 
@@ -76,51 +75,6 @@ class LoopVQSlot(CacheLayerMixin):
     def crop(self, max_length: int) -> None:
         """Each slot's crop is a part of the cache's own; see :meth:`LoopVQCache.crop`."""
         raise TypeError("crop the LoopVQCache itself: all slots share their codes and lengths.")
-
-
-@dataclass
-class _Chunk:
-    """One forward pass over ``count`` columns, of a prompt or of several tokens at once.
-
-    Attributes:
-        valid: bool ``[B, count]``, or None when every column is a real token.
-        positions: int64 ``[B, count]`` among the row's real tokens (padding: any).
-        start, end, coded, coded_after: per row, on the host: tokens before and after, coded tokens during and after.
-        pages: (row, page) of every page that this pass encodes, the same in all layers.
-    """
-
-    count: int
-    valid: torch.Tensor | None
-    positions: torch.Tensor
-    start: list[int]
-    end: list[int]
-    coded: list[int]
-    coded_after: list[int]
-    pages: list[tuple[int, int]] = field(init=False)
-    _kept: dict[tuple, Any] = field(init=False, default_factory=dict, repr=False)
-
-    def __post_init__(self):
-        self.pages = _due_pages(self.coded, self.coded_after)
-
-    def once(self, name: str, device: torch.device, make: Callable[[], Any]) -> Any:
-        """``make()``, which is the same in all layers and loop steps of the pass, made for the first of them.
-
-        Index tensors come from the host and from counting, which waits for the device: once a pass, not in each layer.
-        """
-        key = (name, device)
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
-
-def _due_pages(coded: list[int], coded_after: list[int]) -> list[tuple[int, int]]:
-    """(row, page) of the pages that become codes."""
-    return [
-        (row, page)
-        for row, (before, after) in enumerate(zip(coded, coded_after))
-        if after > before
-        for page in range(before // PAGE, after // PAGE)
-    ]
 
 
 class LoopVQCache(Cache):
@@ -189,6 +143,7 @@ class LoopVQCache(Cache):
         self._max_cache_len = max_cache_len
         self.backend = self._choose_backend(backend, strict)
         self.ring = self.window + PAGE
+        self._layout = Layout(self.sinks, self.ring, self.spec.rotary, self.grouping)
         self._make_states = None
         if self.spec.cache_slots is not None:
             text_config = model.config.get_text_config(decoder=True)
@@ -218,7 +173,7 @@ class LoopVQCache(Cache):
         self._capacity = 0  # pages per row
         self._longest: int | None = None  # columns that generate() will not exceed
         self._rope: dict[torch.device, RopeTables] = {}
-        self._chunk: _Chunk | DecodeStep | None = None  # the forward pass that is running
+        self._chunk: EvenChunk | RaggedChunk | DecodeStep | None = None  # the forward pass that is running
         self._step: DecodeStep | None = None  # kept between steps
         self._seen = 0  # columns, padding included: what transformers calls the sequence length
         self._lengths: list[int] = []  # real tokens per row
@@ -365,10 +320,12 @@ class LoopVQCache(Cache):
                 window = store.window[block * size : step + 1]
                 chunk.encode(window, store.codes[block], self.codebooks[layer], block)
         else:
-            store.pending[step] = (key, value)
-            out = self._prefill(store, rotate(query, cos, sin), key, value, cos, sin, layer, step, module.scaling)
+            codebook = self.codebooks[layer]
+            out = chunk.attend(
+                store, codebook, query, key, value, cos, sin, layer=layer, step=step, scale=module.scaling
+            )
             if place == size - 1:
-                self._commit(store, layer, block)
+                chunk.commit(store, codebook, layer=layer, block=block)
         return out
 
     # -- forward passes ----------------------------------------------------------------------------------------------
@@ -417,7 +374,7 @@ class LoopVQCache(Cache):
             self._graphs.drop()
             devices = {device, *(codebook.device for codebook in self.codebooks)}
             self._step = DecodeStep(batch, devices, self.sinks, self.ring)
-        self._step.refresh(end, coded, _due_pages(coded, coded_after), spare=self._capacity)
+        self._step.refresh(end, coded, due_pages(coded, coded_after), spare=self._capacity)
         for on in self._step.devices:
             self._cover_positions(on)
         self._chunk = step = self._step
@@ -444,25 +401,25 @@ class LoopVQCache(Cache):
         batch, count, _ = inputs_embeds.shape
         device = inputs_embeds.device
         start, coded = self._rows(batch)
-        if valid is None:
-            added = [count] * batch
-            offsets = torch.arange(count, device=device).expand(batch, count)
-        else:
-            added = valid.sum(1).tolist()
-            offsets = valid.long().cumsum(1).sub_(1).clamp_min_(0)
-        end = [a + b for a, b in zip(start, added)]
         if count == 0:
             raise ValueError(
                 f"no new tokens: the cache holds {self._seen} already, and the input adds none. Pass the whole text so far "
                 "and something new after it, or reset() the cache."
             )
+        added, columns = ([count] * batch, [slice(0, count)] * batch) if valid is None else real_columns(valid)
+        end = [a + b for a, b in zip(start, added)]
         coded_after = self._coded_at(end, coded)
-        positions = offsets + torch.tensor(start, device=device).unsqueeze(1)
-        self._chunk = _Chunk(count, valid, positions, list(start), end, list(coded), coded_after)
+        if valid is None and len(set(zip(start, coded))) == 1:
+            chunk = EvenChunk(self._layout, batch, count, start[0], coded[0], coded_after[0], device)
+        else:
+            offsets = torch.arange(count, device=device) if valid is None else valid.long().cumsum(1) - 1
+            positions = offsets.clamp_min(0) + torch.tensor(start, device=device).unsqueeze(1)
+            chunk = RaggedChunk(self._layout, count, valid, positions, list(start), list(coded), coded_after, columns)
+        self._chunk = chunk
         self._reserve(max(coded_after) // PAGE, PAGE)
         self._graphs.recheck()
 
-        out = forward_chunk(inputs_embeds, positions)
+        out = forward_chunk(inputs_embeds, chunk.positions)
 
         self._finish(count, end, coded_after, [None] * count if valid is None else self._columns_of(valid))
         return out
@@ -546,15 +503,7 @@ class LoopVQCache(Cache):
             tables = tables.grow(longest)
         self._rope[device] = tables
 
-    def _cos_sin(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's own cos and sin ``[B or 1, n, D]``: a key rotated late is bit for bit the key of a stock cache."""
-        return self.spec.rotary(like, position_ids=positions)
-
     # -- decode ------------------------------------------------------------------------------------------------------
-
-    def _window_index(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where a position lives in the window: sinks first, then a ring."""
-        return torch.where(positions < self.sinks, positions, self.sinks + (positions - self.sinks) % self.ring)
 
     def _decode(self, store: LayerStore, query, layer: int, step: int, scale: float) -> torch.Tensor:
         block = step // self.grouping.steps_per_code
@@ -577,131 +526,6 @@ class LoopVQCache(Cache):
             backend=self.backend,
         )
         return out.unsqueeze(1)
-
-    # -- prefill -----------------------------------------------------------------------------------------------------
-
-    def _prefill(self, store, query, key, value, cos, sin, layer: int, step: int, scale: float) -> torch.Tensor:
-        """Attention of a chunk over codes, window and itself, in one softmax."""
-        chunk = self._chunk
-        gqa = query.shape[1] != key.shape[1]
-        rotated = rotate(key, cos, sin)
-        if max(chunk.start) == 0 and chunk.valid is None:
-            out = F.scaled_dot_product_attention(query, rotated, value, is_causal=True, scale=scale, enable_gqa=gqa)
-            return out.transpose(1, 2)
-        device = query.device
-        keys, values = [rotated], [value]
-        mask, window_angles, code_angles = chunk.once("attention", device, lambda: self._angles_and_mask(key))
-        if window_angles is not None:
-            keys.append(rotate(store.window[step, 0], *window_angles))
-            values.append(store.window[step, 1])
-        if code_angles is not None:
-            most = max(chunk.coded)
-            keys.append(rotate(self._reconstruct(store, "key", layer, step, most, key.dtype), *code_angles))
-            values.append(self._reconstruct(store, "value", layer, step, most, key.dtype))
-        out = F.scaled_dot_product_attention(
-            query, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=mask, scale=scale, enable_gqa=gqa
-        )
-        return out.transpose(1, 2)
-
-    def _angles_and_mask(self, like: torch.Tensor) -> tuple[torch.Tensor, tuple | None, tuple | None]:
-        """Of a chunk's attention over itself, the window and the codes, in this order: bool mask ``[B, 1, n, total]``, and
-        cos and sin of the window's and of the codes' positions, None where there are none."""
-        chunk, device = self._chunk, like.device
-        masks, window_angles, code_angles = [self._chunk_mask(device)], None, None
-        if max(chunk.start) > 0:
-            start = torch.tensor(chunk.start, device=device).unsqueeze(1)
-            coded = torch.tensor(chunk.coded, device=device).unsqueeze(1)
-            positions = self._window_positions(start, coded)  # [B, S + R]
-            held = (positions >= 0) & ((positions < self.sinks) | (positions >= self.sinks + coded))
-            window_angles = self._cos_sin(positions.clamp_min(0), like)
-            masks.append(held.unsqueeze(1).expand(-1, chunk.count, -1))
-            most = max(chunk.coded)
-            if most:
-                positions = self.sinks + torch.arange(most, device=device).unsqueeze(0)
-                code_angles = self._cos_sin(positions, like)
-                masks.append((positions < self.sinks + coded).unsqueeze(1).expand(-1, chunk.count, -1))
-        return torch.cat(masks, dim=-1).unsqueeze(1), window_angles, code_angles
-
-    def _chunk_mask(self, device: torch.device) -> torch.Tensor:
-        """Causal within the chunk, real tokens only; bool ``[B, n, n]``. Padding sees itself: an empty row is NaN."""
-        chunk = self._chunk
-        causal = torch.ones(chunk.count, chunk.count, dtype=torch.bool, device=device).tril()
-        if chunk.valid is None:
-            return causal.expand(len(chunk.start), -1, -1)
-        itself = torch.eye(chunk.count, dtype=torch.bool, device=device)
-        return (causal & chunk.valid.to(device).unsqueeze(1)) | itself
-
-    def _window_positions(self, start: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
-        """Position held by each window index before this chunk, -1 for none; ``[B, S + R]``."""
-        sink = torch.arange(self.sinks, device=start.device).unsqueeze(0)
-        sink = torch.where(sink < start, sink, -1)
-        first = self.sinks + coded  # oldest recent position
-        slot = torch.arange(self.ring, device=start.device).unsqueeze(0)
-        recent = first + (slot - (first - self.sinks)) % self.ring
-        return torch.cat([sink, torch.where(recent < start, recent, -1)], dim=1)
-
-    def _reconstruct(self, store, side: str, layer: int, step: int, count: int, dtype) -> torch.Tensor:
-        """``[B, H, count, D]`` from codes; rows with fewer coded tokens hold noise beyond theirs (masked)."""
-        block = step // self.grouping.steps_per_code
-        codes = store.codes[block, SIDES.index(side)][:, : count // PAGE]  # [B, pages, H, 8, NG]
-        codes = codes.transpose(2, 3).flatten(1, 2)  # [B, count, H, NG]
-        return vq_decode(codes, self.codebooks[layer].table(side, step)).transpose(1, 2).to(dtype)
-
-    # -- encoding ----------------------------------------------------------------------------------------------------
-
-    def _commit(self, store: LayerStore, layer: int, block: int) -> None:
-        """After a block's last step: encode the pages that leave the window, then put the chunk's tail in the window."""
-        chunk, size = self._chunk, self.grouping.steps_per_code
-        steps = range(block * size, (block + 1) * size)
-        device = store.window.device
-        if chunk.pages:
-            rows, page, index = chunk.once("pages", device, lambda: self._due_index(device))
-            for i, side in enumerate(SIDES):
-                states = torch.stack([self._source(store, i, step)[rows.unsqueeze(1), :, index] for step in steps])
-                codebook = self.codebooks[layer]
-                codes = codebook.encode(side, block, states.flatten(1, 2))  # states [T_c, pages * 8, H, D]
-                codes = codes.unflatten(0, (-1, PAGE)).transpose(1, 2)  # [pages, H, 8, NG]
-                store.codes[block, i, rows, page] = codes
-        row, column, index = chunk.once("tail", device, lambda: self._tail(device))
-        for step in steps:
-            key, value = store.pending.pop(step)
-            store.window[step, 0, row, :, index] = key[row, :, column]
-            store.window[step, 1, row, :, index] = value[row, :, column]
-
-    def _due_index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows and pages ``[pages]`` that the chunk encodes, and where their tokens are in :meth:`_source`, ``[pages, 8]``."""
-        where = torch.tensor(self._chunk.pages, device=device)
-        rows, page = where[:, 0], where[:, 1]
-        positions = self.sinks + PAGE * page.unsqueeze(1) + torch.arange(PAGE, device=device)
-        return rows, page, self._source_index(rows, positions)
-
-    def _source(self, store: LayerStore, side: int, step: int) -> torch.Tensor:
-        """``[B, H, S + R + n, D]``: the window, followed by the chunk."""
-        return torch.cat([store.window[step, side], store.pending[step][side]], dim=2)
-
-    def _source_index(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Index into :meth:`_source` of ``positions`` ``[pages, 8]`` of ``rows`` ``[pages]``."""
-        chunk = self._chunk
-        index = self._window_index(positions)
-        device = rows.device
-        start = torch.tensor(chunk.start, device=device)[rows].unsqueeze(1)
-        column = (positions - start).clamp_min(0)
-        if chunk.valid is not None:
-            # The j-th real token of a row sits in the j-th real column.
-            order = (~chunk.valid.to(device)).to(torch.int8).argsort(dim=1, stable=True)
-            column = order[rows].gather(1, column.clamp_max(chunk.count - 1))
-        return torch.where(positions < start, index, self.sinks + self.ring + column)
-
-    def _tail(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, columns and window indices of the chunk's tokens that stay in model dtype."""
-        chunk = self._chunk
-        positions = chunk.positions.to(device)
-        coded = torch.tensor(chunk.coded_after, device=device).unsqueeze(1)
-        stays = (positions < self.sinks) | (positions >= self.sinks + coded)
-        if chunk.valid is not None:
-            stays &= chunk.valid.to(device)
-        row, column = stays.nonzero(as_tuple=True)
-        return row, column, self._window_index(positions[row, column])
 
     # -- operations on rows and length -------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ class LayerStore:
         with torch.inference_mode(False):  # a later call without inference mode must be able to write to them
             self.pages = torch.empty(shape, dtype=torch.uint8, device=device)
             self.window = torch.zeros((g.steps, 2, batch, heads, slots, g.head_dim), dtype=dtype, device=device)
-        self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # step -> (key, value) of the current chunk
 
     @property
     def codes(self) -> torch.Tensor:

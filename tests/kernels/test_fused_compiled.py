@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_lowbit_kernels import elementwise_triton as kernels
-from hf_lowbit_kernels import few_rows_triton, vq_encode_pages_triton
+from hf_lowbit_kernels import few_rows_triton, rope_copy_triton, vq_decode_pages_triton, vq_encode_pages_triton
 
 def ptx(kernel, dtype, constants, others={}):
     scalars = {"eps": "fp32", "next_eps": "fp32", "size": "i32", "slot": "*i64", **others}
@@ -34,6 +34,18 @@ for dtype in ("bf16", "fp16"):
         ptx(kernels._norm_kernel, dtype, dict(SIZE=2048, BLOCK=2048, ADD=True)),
         ptx(kernels._swiglu_kernel, dtype, dict(BLOCK=1024)),
         *(ptx(kernels._rope_store_kernel, dtype, dict(TILE=tile, **HEADS)) for tile in (1, 2)),
+    ]
+    codes = {"k_codes": "*u8", "v_codes": "*u8", "k_table": "*fp16", "v_table": "*fp16", "slots": "*i64", "count": "i32"}
+    halves = dict(HALF=64, ROUND=True)
+    texts += [
+        ptx(rope_copy_triton._rope_copy_kernel, dtype, dict(BLOCK=64, TOKENS=32, VALUED=True, GATHER=True, **halves), codes),
+        *(
+            ptx(
+                vq_decode_pages_triton._decode_pages_kernel, dtype,
+                dict(GROUPS=128 // c, C=c, RUN=c, RUNS=64 // c, RUNS_PAD=64 // c, TOKENS=32, TILES=2, **halves), codes,
+            )
+            for c in (4, 8)
+        ),
     ]
     for text in texts:
         assert "fma.rn" not in text, [line for line in text.splitlines() if "fma.rn" in line][:3]

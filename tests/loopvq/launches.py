@@ -4,6 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lowbit.loopvq import cache as cache_module
 from hf_lowbit.loopvq import codebook as codebook_module
+from hf_lowbit.loopvq import prefill_attention as prefill_module
 from hf_lowbit.models.ouro import fused as fused_module
 from hf_lowbit_kernels import elementwise_ops, few_rows
 
@@ -61,6 +62,11 @@ def count_as_on_a_gpu(monkeypatch) -> Launches:
             monkeypatch.setattr(module, f"{name}_triton", launches.kernel(name, reference))
     for module in (elementwise_ops, fused_module):
         monkeypatch.setattr(module, "elementwise_backend", lambda *sizes: ("triton", "as on a GPU"))
-    for module, name in ((cache_module, "vq_decode_attention"), (codebook_module, "vq_encode_pages")):
+    ours = {
+        cache_module: ("vq_decode_attention",),
+        codebook_module: ("vq_encode_pages", "encode"),
+        prefill_module: ("rope_copy", "vq_decode_pages"),
+    }
+    for module, name in ((module, name) for module, names in ours.items() for name in names):
         monkeypatch.setattr(module, name, launches.kernel(name, getattr(module, name)))
     return launches

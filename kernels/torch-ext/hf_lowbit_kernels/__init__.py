@@ -20,10 +20,12 @@ from .few_rows import (
     few_rows_swiglu_reference,
 )
 from .ops import attention_backend, group_major, vq_decode_attention, vq_encode
+from .rope_copy import rope_copy, rope_copy_reference
 from .rope_tables import RopeTables, build_rope_tables
 from .vq_attention_cuda import entry_major
 from .vq_attention_reference import vq_decode_attention_reference
 from .vq_codes import half_norms, vq_decode
+from .vq_decode_pages import vq_decode_pages, vq_decode_pages_reference
 from .vq_encode_pages import PageCoder, vq_encode_pages, vq_encode_pages_reference
 from .vq_encode_reference import vq_encode_reference
 
@@ -54,6 +56,8 @@ __all__ = [
     "norm_add_norm_reference",
     "rms_norm",
     "rms_norm_reference",
+    "rope_copy",
+    "rope_copy_reference",
     "rope_store",
     "rope_store_reference",
     "swiglu",
@@ -61,6 +65,8 @@ __all__ = [
     "vq_decode",
     "vq_decode_attention",
     "vq_decode_attention_reference",
+    "vq_decode_pages",
+    "vq_decode_pages_reference",
     "vq_encode",
     "vq_encode_pages",
     "vq_encode_pages_reference",

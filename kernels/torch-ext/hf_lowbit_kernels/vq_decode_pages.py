@@ -1,0 +1,87 @@
+"""Pages of codes become keys after RoPE, and values: one launch, into the place where attention reads them."""
+
+import torch
+
+from .on_device import on_device
+from .ops import CHANNELS, Backend, _require
+from .rope_copy import check_angles, check_inner, copy_backend, turn
+from .vq_codes import vq_decode
+
+
+try:
+    from .vq_decode_pages_triton import vq_decode_pages_triton
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] != "triton":
+        raise
+    vq_decode_pages_triton = None
+
+
+def vq_decode_pages(
+    k_codes: torch.Tensor,
+    v_codes: torch.Tensor,
+    k_table: torch.Tensor,
+    v_table: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """``keys[:, :, 8 p + i]`` becomes the rotated entries of ``k_codes[:, p, :, i]``; values likewise, not rotated.
+
+    Entries round to the dtype of ``keys``, then RoPE as in `rope_copy`.
+
+    Args:
+        k_codes, v_codes: uint8 ``[B, P, H, 8, NG]``, any strides; keys before RoPE.
+        k_table, v_table: fp16 ``[H, NG, 256, c]`` contiguous, ``NG * c = D`` even; c is 1, 2, 4, 8, 16 or 32.
+        cos, sin: ``[B or 1, 8 P, D]`` bf16, fp16 or fp32, innermost contiguous.
+        keys, values: ``[B, H, 8 P, D]`` bf16, fp16 or fp32, innermost contiguous, changed in place.
+        backend: "auto" runs the Triton kernel on CUDA, else the reference.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit, or ``backend="triton"`` is impossible here.
+    """
+    _require(k_table.dim() == 4 and k_table.shape == v_table.shape, "k_table", k_table, "[H, NG, 256, c], as v_table")
+    heads, groups, entries, channels = k_table.shape
+    head_dim = groups * channels
+    if entries != 256 or channels not in CHANNELS or head_dim % 2:
+        raise ValueError(f"k_table has shape {tuple(k_table.shape)}; allowed is [H, D / c, 256, c], c in {CHANNELS}.")
+    for name, table in (("k_table", k_table), ("v_table", v_table)):
+        if table.dtype != torch.float16 or not table.is_contiguous():
+            raise ValueError(f"{name} must be contiguous torch.float16, got {table.dtype}, strides {table.stride()}.")
+    _require(k_codes.dim() == 5, "k_codes", k_codes, f"[B, P, {heads}, 8, {groups}]")
+    batch, pages = k_codes.shape[:2]
+    for name, codes in (("k_codes", k_codes), ("v_codes", v_codes)):
+        fits = codes.shape == (batch, pages, heads, 8, groups) and codes.dtype == torch.uint8
+        _require(fits, name, codes, f"[{batch}, {pages}, {heads}, 8, {groups}] torch.uint8")
+    for name, states in (("keys", keys), ("values", values)):
+        fits = states.shape == (batch, heads, 8 * pages, head_dim)
+        _require(fits, name, states, f"[{batch}, {heads}, {8 * pages}, {head_dim}]")
+    if keys.dtype != values.dtype:
+        raise ValueError(f"keys are {keys.dtype} and values {values.dtype}; they need one dtype.")
+    check_angles(cos, sin, batch, 8 * pages, head_dim)
+    check_inner({"cos": cos, "sin": sin, "keys": keys, "values": values})
+    kernel = copy_backend(vq_decode_pages_triton, keys, cos, head_dim, backend) == "triton"
+    run = on_device(vq_decode_pages_triton, keys.device) if kernel else vq_decode_pages_reference
+    run(k_codes, v_codes, k_table, v_table, cos, sin, keys, values)
+
+
+def vq_decode_pages_reference(
+    k_codes: torch.Tensor,
+    v_codes: torch.Tensor,
+    k_table: torch.Tensor,
+    v_table: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Same contract as `vq_decode_pages`."""
+    keys.copy_(turn(_states(k_codes, k_table).to(keys.dtype), cos, sin))
+    values.copy_(_states(v_codes, v_table))
+
+
+def _states(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """fp16 ``[B, H, 8 P, D]``."""
+    return vq_decode(codes.transpose(2, 3).flatten(1, 2), table).transpose(1, 2)
