@@ -248,12 +248,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         }
     }
     if (threadIdx.x < 2 * TEAMS * BUFFERS) ((int*)(smem + FLAG_AT))[threadIdx.x] = 0;
-    if (threadIdx.x < 2 * OFFSETS * HALF / 4) {
-        const int place = threadIdx.x % (OFFSETS * HALF / 4), distance = place / (HALF / 4), at = place % (HALF / 4);
-        const bool sines = threadIdx.x >= OFFSETS * HALF / 4;
+    for (int i = threadIdx.x; i < 2 * OFFSETS * HALF / 4; i += WARPS * 32) {  // arrive with the warp's first item
+        const int distance = i % (OFFSETS * HALF / 4) / (HALF / 4), at = i % (HALF / 4) * 4;
+        const bool sines = i >= OFFSETS * HALF / 4;
         const float* from = distance == 8 ? (sines ? mirror_sin : mirror_cos) + (MIRRORS - 1) * HALF
                                           : (sines ? offset_sin : offset_cos) + (distance < 8 ? distance : distance == 9 ? 8 : 16) * HALF;
-        ((float4*)(smem + OFFSET_AT))[threadIdx.x] = ((const float4*)from)[at];
+        copy16((u32)__cvta_generic_to_shared(smem + OFFSET_AT) + 16 * i, from + at);
     }
     int quarter = 0;       // of all coded tokens; of fewer than four rows all are shared
     bool any_shared = true;
@@ -409,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     const u32 lane_base = group * (2 * C);  // bytes 1 to 3 are zero
     __syncthreads();  // barriers, flags and offsets are there
     int merges = 0;
-    bool staged = false;
+    bool staged = false, own = false;
 
     for (;;) {
         const int4 header = load4i(slot + HEADER), plan = load4i(slot + HEADER + 16);
@@ -688,6 +688,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                 *(float4*)(to + channel + e) = make_float4(total.acc[e], total.acc[e + 1], total.acc[e + 2], total.acc[e + 3]);
         }
         if (lane == 0) { to[DIM] = total.maximum; to[DIM + 1] = sum; }
+        own |= !plan.w;
         if (plan.w) {
             __threadfence();
             __syncwarp();
@@ -696,7 +697,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     // The warp's own rows are made known together: a fence takes as long as some tokens.
-    __threadfence();
+    if (own) __threadfence();
     __syncwarp();
     for (int i = member + TEAM * lane; i < batch; i += 32 * TEAM)
         if (n_coded[i] <= quarter) atomicAdd(counters + (i64)i * heads + head, 1);
@@ -707,8 +708,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         const i64 here = (i64)row * heads + head;
         if (lane == 0) {
             int arrived;
-            do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counters + here) : "memory");
-            while (arrived < slices);
+            for (;;) {
+                asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counters + here) : "memory");
+                if (arrived >= slices) break;
+                __nanosleep(32);  // others compute
+            }
             counters[here] = 0;
         }
         __syncwarp();
