@@ -31,9 +31,8 @@ def encode(
         uint8 ``[N, H, NG]``, the lowest index on ties.
     """
     if metric is not None:
-        # <m x, e> - e^T m e / 2: weighting the few new states leaves one set of tables for encoder and decoder.
-        states = states.float() * metric.unsqueeze(1)
-    return vq_encode(states, tables, norms)
+        metric = metric.contiguous()
+    return vq_encode(states, tables, norms, metric)
 
 
 def entry_norms(tables: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_lowbit_kernels import elementwise_triton as kernels
 from hf_lowbit_kernels import few_rows_triton, rope_copy_triton, vq_decode_pages_triton, vq_encode_pages_triton
+from hf_lowbit_kernels import vq_encode_triton
 
 def ptx(kernel, dtype, constants, others={}):
     scalars = {"eps": "fp32", "next_eps": "fp32", "size": "i32", "slot": "*i64", **others}
@@ -52,13 +53,15 @@ for dtype in ("bf16", "fp16"):
 
 # The others need not round in between, but the interpreter takes more than the compiler does.
 weights = {"tokens": "i32", "columns": "i32", "codes": "*u8", "rows": "*i64", "pages": "*i64", "slots": "*i64"}
+weights |= dict(tables="*fp16", half_norms="*fp32", metric="*fp32")
 weights |= {f"{side}_{name}": kind for side in "kv" for name, kind in dict(tables="*fp16", norms="*fp32", metric="*fp32").items()}
 for glu in (False, True):
     for even in (False, True):
         ptx(few_rows_triton._few_rows_kernel, "bf16", dict(SIZE=1536, ROWS=4, BLOCK=1024, GLU=glu, EVEN=even), weights)
-for weighted in (False, True):
-    sizes = dict(HEADS=2, GROUPS=32, C=4, G=16, G_PAD=16, BLOCK=16, WEIGHTED=weighted, PRECISION="ieee")
-    ptx(vq_encode_pages_triton._encode_pages_kernel, "bf16", sizes, weights)
+for weighted, exact, dtype in ((False, False, "bf16"), (True, False, "fp16"), (True, True, "fp32")):
+    sizes = dict(HEADS=2, GROUPS=32, C=4, G=16, G_PAD=16, BLOCK=16, WEIGHTED=weighted, EXACT=exact)
+    ptx(vq_encode_pages_triton._encode_pages_kernel, dtype, sizes, weights)
+    ptx(vq_encode_triton._encode_kernel, dtype, {**sizes, "BLOCK": 64}, weights)
 print("compiled")
 """
 

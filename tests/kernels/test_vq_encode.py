@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from kernel_cases import ON_GPU
@@ -13,9 +12,14 @@ import hf_lowbit_kernels
 from hf_lowbit_kernels import half_norms, vq_decode, vq_encode, vq_encode_reference
 
 
-BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.triton)]
-# Scores of up to 32 products of size one, summed in fp32; a near tie closer than this may go either way.
-SCORE_SUM = 1e-4
+HOPPER = ON_GPU and torch.version.cuda is not None and torch.cuda.get_device_capability()[0] == 9
+BACKENDS = [
+    "reference",
+    pytest.param("triton", marks=pytest.mark.triton),
+    pytest.param("cuda", marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")),
+]
+# Relative to the sum of all terms of a score: fp32 sums, and, in the CUDA kernel, entries in two bf16 parts (2^-18 each).
+SCORE_SUM = 4e-6
 # tokens, heads, head_dim, T_c, G, dtype
 SHAPES = [
     (5, 2, 64, 4, 16, torch.bfloat16),
@@ -24,11 +28,21 @@ SHAPES = [
     (70, 1, 64, 1, 8, torch.float32),
     (8, 1, 128, 1, 32, torch.bfloat16),
     (1, 2, 32, 4, 4, torch.float32),
+    (33, 2, 32, 4, 4, torch.bfloat16),
+    (67, 2, 36, 4, 16, torch.bfloat16),
+    (65, 1, 32, 2, 8, torch.float16),
+    (35, 1, 64, 2, 32, torch.bfloat16),
+    (19, 1, 32, 8, 16, torch.bfloat16),
     (3, 1, 64, 2, 32, torch.float16),
     (0, 2, 64, 4, 16, torch.float32),
 ]
 if ON_GPU:
-    SHAPES += [(2048, 16, 128, 4, 16, torch.bfloat16), (777, 4, 128, 4, 32, torch.float32)]
+    SHAPES += [
+        (2048, 16, 128, 4, 16, torch.bfloat16),
+        (2048, 16, 128, 4, 32, torch.bfloat16),
+        (1001, 5, 128, 4, 16, torch.float16),
+        (777, 4, 128, 4, 32, torch.float32),
+    ]
 
 
 def shape_id(shape):
@@ -51,40 +65,93 @@ def problem(shape, device, integers=False):
     return vectors, tables
 
 
-def oracle_scores(vectors, tables, norms):
+def weights(shape, device):
+    """A metric of fp16 values, 0.01 to 4, and the norms of tables under it."""
+    _, heads, dim, steps, *_ = shape
+    metric = torch.rand(steps, heads, dim, generator=torch.Generator().manual_seed(dim)) * 4 + 0.01
+    return metric.half().float().to(device)
+
+
+def weighted_norms(tables, metric):
+    parts = metric.unflatten(-1, (tables.shape[2], -1)).unsqueeze(-2)
+    return 0.5 * (tables.float().square() * parts).sum(dim=(0, -1))
+
+
+def runs(backend, shape):
+    """Skip what the CUDA kernel is not for."""
+    if backend == "cuda" and (shape[5] == torch.float32 or shape[4] == 4):
+        pytest.skip("the CUDA kernel is for 16-bit vectors of 8, 16 or 32 coordinates")
+
+
+def oracle_scores(vectors, tables, norms, metric=None):
     """fp64 ``[N, H, NG, 256]``."""
-    x, e = vectors.double().cpu().numpy(), tables.double().cpu().numpy()
+    x, e = vectors.double(), tables.double()
+    if metric is not None:
+        x = x * metric.double().unsqueeze(1)
     steps, tokens, heads, _ = x.shape
     groups, _, c = e.shape[2:]
-    scores = np.empty((tokens, heads, groups, 256))
+    scores = torch.empty(tokens, heads, groups, 256, dtype=torch.float64, device=x.device)
     for h in range(heads):
         for g in range(groups):
             scores[:, h, g] = sum(x[m, :, h, g * c : (g + 1) * c] @ e[m, h, g].T for m in range(steps))
-    return scores - norms.double().cpu().numpy()
+    return scores - norms.double()
+
+
+def assert_nearest(codes, vectors, tables, norms, metric=None):
+    """No other entry scores better by more than what sums in fp32 may lose."""
+    assert codes.dtype == torch.uint8 and codes.shape == (*vectors.shape[1:3], tables.shape[2])
+    scores = oracle_scores(vectors, tables, norms, metric)
+    terms = oracle_scores(vectors.abs(), tables.abs(), -norms, metric).amax(-1)
+    chosen = scores.gather(-1, codes.long().unsqueeze(-1))[..., 0]
+    assert (chosen >= scores.amax(-1) - SCORE_SUM * terms).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "metric"])
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
-def test_code_is_the_nearest_entry(shape, backend, device):
+def test_code_is_the_nearest_entry(shape, weighted, backend, device):
+    runs(backend, shape)
     vectors, tables = problem(shape, device)
-    norms = half_norms(tables)
-    codes = vq_encode(vectors, tables, norms, backend=backend)
-    assert codes.dtype == torch.uint8 and codes.shape == (shape[0], shape[1], tables.shape[2])
-    scores = oracle_scores(vectors, tables, norms)
-    chosen = np.take_along_axis(scores, codes.cpu().numpy()[..., None].astype(np.int64), -1)[..., 0]
-    assert (chosen >= scores.max(-1, initial=-np.inf) - SCORE_SUM).all()
+    metric = weights(shape, device) if weighted else None
+    norms = weighted_norms(tables, metric) if weighted else half_norms(tables)
+    assert_nearest(vq_encode(vectors, tables, norms, metric, backend=backend), vectors, tables, norms, metric)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=shape_id)
-def test_ties_take_the_lowest_entry(shape, backend, device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("elements", [8, 16, 32])
+def test_vectors_lie_anywhere(elements, dtype, backend, device):
+    """Strides of every kind, an odd first address, tables of any size: the same codes as of contiguous vectors."""
+    shape = (21, 2, 32, 4, elements, dtype)
+    vectors, tables = problem(shape, device)
+    metric = weights(shape, device)
+    for scale in (1, 2.0**-10, 2.0**6):
+        scaled, norms = tables * scale, weighted_norms(tables * scale, metric)
+        expected = vq_encode(vectors.contiguous(), scaled, norms, metric, backend=backend)
+        assert_nearest(expected, vectors, scaled, norms, metric)
+        for other in (
+            vectors,
+            vectors.transpose(2, 3).contiguous().transpose(2, 3),
+            torch.cat([vectors[..., :1], vectors], dim=-1)[..., 1:],
+            vectors.repeat_interleave(2, dim=1)[:, ::2],
+        ):
+            assert torch.equal(vq_encode(other, scaled, norms, metric, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "metric"])
+@pytest.mark.parametrize("shape", SHAPES[:4] + SHAPES[7:9], ids=shape_id)
+def test_ties_take_the_lowest_entry(shape, weighted, backend, device):
+    runs(backend, shape)
     vectors, tables = problem(shape, device, integers=True)
-    norms = half_norms(tables)
-    scores = oracle_scores(vectors, tables, norms)
-    ties = (scores == scores.max(-1, keepdims=True)).sum(-1)
+    metric = weights(shape, device).ceil() if weighted else None
+    norms = weighted_norms(tables, metric) if weighted else half_norms(tables)
+    scores = oracle_scores(vectors, tables, norms, metric)
+    ties = (scores == scores.amax(-1, keepdim=True)).sum(-1)
     assert (ties > 1).any(), "the case should contain ties"
-    codes = vq_encode(vectors, tables, norms, backend=backend)
-    assert np.array_equal(codes.cpu().numpy(), scores.argmax(-1))
+    codes = vq_encode(vectors, tables, norms, metric, backend=backend)
+    lowest = torch.where(scores == scores.amax(-1, keepdim=True), torch.arange(256, device=device), 256).amin(-1)
+    assert torch.equal(codes.long(), lowest)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -125,6 +192,12 @@ def test_errors_say_what_is_allowed():
         vq_encode(vectors[:1], tables[:1, :, :, :, :2].repeat(1, 1, 2, 1, 1).contiguous(), norms)
     with pytest.raises(ValueError, match="half_norms"):
         vq_encode(vectors, tables, norms[:1])
+    with pytest.raises(ValueError, match="metric has shape"):
+        vq_encode(vectors, tables, norms, torch.ones(4, 2, 32))
+    with pytest.raises(ValueError, match='"cuda" is not possible: it is for bfloat16 and float16'):
+        vq_encode(vectors, tables, norms, backend="cuda")
+    with pytest.raises(ValueError, match='"cuda" is not possible: it is for'):
+        vq_encode(vectors[:1].bfloat16(), *(lambda t: (t, half_norms(t)))(tables[:1]), backend="cuda")
 
 
 def test_import_without_triton_and_transformers():

@@ -12,6 +12,7 @@ from .on_device import on_device
 from .rope_tables import RopeTables
 from .vq_attention_cuda import cuda_kernel_problem, cuda_layouts, is_entry_major, vq_decode_attention_cuda
 from .vq_attention_reference import vq_decode_attention_reference
+from .vq_encode_cuda import encode_cuda_problem, vq_encode_cuda
 from .vq_encode_reference import vq_encode_reference
 
 
@@ -31,6 +32,7 @@ MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHANNELS = (1, 2, 4, 8, 16, 32)
 JOINT_SIZES = (4, 8, 16, 32)
 MAX_HEAD_DIM = 256
+CUDA_TOKENS = 256  # fewer leave most warps of the encoder's CUDA kernel idle
 
 
 def attention_backend(
@@ -144,30 +146,47 @@ def vq_decode_attention(
 
 
 def vq_encode(
-    vectors: torch.Tensor, tables: torch.Tensor, half_norms: torch.Tensor, *, backend: Backend = "auto"
+    vectors: torch.Tensor,
+    tables: torch.Tensor,
+    half_norms: torch.Tensor,
+    metric: torch.Tensor | None = None,
+    *,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
     """Nearest joint entry of every group: one code for the T_c steps that share it.
 
-    ``codes[n, h, g] = argmax_r sum_m <tables[m, h, g, r], vectors[m, n, h, g*c : (g+1)*c]> - half_norms[h, g, r]``,
-    fp32 sums, the lowest r on ties. Near ties may resolve differently between backends: compare objectives, not codes.
+    ``codes[n, h, g] = argmax_r sum_m <tables[m, h, g, r], metric[m, h, at] * vectors[m, n, h, at]> - half_norms[h, g, r]``
+    with ``at = g*c : (g+1)*c``, fp32 sums, the lowest r on ties. Near ties may resolve differently between backends:
+    compare objectives, not codes. The CUDA kernel rounds metric times entry to 16 (bf16 vectors) or 22 bits (fp16).
 
     Args:
         vectors: ``[T_c, N, H, D]`` bf16, fp16 or fp32, any strides, N >= 0; keys before RoPE.
         tables: fp16 ``[T_c, H, NG, 256, c]`` contiguous, ``T_c * c`` in 4, 8, 16, 32.
-        half_norms: fp32 ``[H, NG, 256]`` contiguous, from `half_norms` of the same tables.
-        backend: as in `vq_decode_attention`.
+        half_norms: fp32 ``[H, NG, 256]`` contiguous, half the squared length of each entry under the metric; without
+            one, from `half_norms` of the same tables.
+        metric: fp32 ``[T_c, H, D]`` contiguous, weights of the coordinates; None: all 1. With 16-bit vectors the Triton
+            kernel's products are exact for weights that fp16 holds.
+        backend: "auto" runs the CUDA kernel on Hopper GPUs for bf16 and fp16 vectors, ``T_c * c`` of 8, 16 or 32 and at
+            least 256 tokens, else the Triton kernel on CUDA, else the reference.
 
     Returns:
         uint8 ``[N, H, NG]``.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or ``backend="triton"`` is impossible here.
+        ValueError: shapes or dtypes do not fit, or the backend that was asked for is impossible here.
     """
+    _check_encode(vectors, tables, half_norms, metric)
     available, reason = attention_backend(vectors.device, 2, 1, vectors.dtype)
+    if backend == "cuda" or (backend == "auto" and available == "triton" and vectors.shape[1] >= CUDA_TOKENS):
+        problem = encode_cuda_problem(vectors.device, vectors.dtype, len(tables), tables.shape[4])
+        available, reason = ("cuda", "") if problem is None else (available, problem)
     name = _choose(backend, available, reason, vectors.device)
-    _check_encode(vectors, tables, half_norms)
-    run = on_device(vq_encode_triton, vectors.device) if name == "triton" else vq_encode_reference
-    return run(vectors, tables, half_norms)
+    run = {
+        "cuda": vq_encode_cuda,
+        "triton": on_device(vq_encode_triton, vectors.device),
+        "reference": vq_encode_reference,
+    }[name]
+    return run(vectors, tables, half_norms, metric)
 
 
 def _triton_problem(kernel, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -275,7 +294,7 @@ def _check_attention(
         raise ValueError(f"num_splits must be at least 1 or None, got {num_splits}.")
 
 
-def _check_encode(vectors, tables, half_norms) -> None:
+def _check_encode(vectors, tables, half_norms, metric=None) -> None:
     _require(vectors.dim() == 4, "vectors", vectors, "[T_c, N, H, D]")
     _require(tables.dim() == 5, "tables", tables, "[T_c, H, NG, 256, c]")
     steps, _, heads, head_dim = vectors.shape
@@ -295,6 +314,9 @@ def _check_encode(vectors, tables, half_norms) -> None:
     _require(half_norms.shape == (heads, groups, 256), "half_norms", half_norms, f"[{heads}, {groups}, 256]")
     if half_norms.dtype != torch.float32 or not half_norms.is_contiguous():
         raise ValueError(f"half_norms must be contiguous torch.float32, got {half_norms.dtype}.")
+    if metric is not None:
+        fits = metric.shape == (steps, heads, head_dim) and metric.dtype == torch.float32 and metric.is_contiguous()
+        _require(fits, "metric", metric, f"[{steps}, {heads}, {head_dim}], contiguous torch.float32")
 
 
 def _require(ok: bool, name: str, tensor: torch.Tensor, allowed: str) -> None:

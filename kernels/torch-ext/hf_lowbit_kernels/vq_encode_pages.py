@@ -42,7 +42,7 @@ def vq_encode_pages(
     *,
     backend: Backend = "auto",
 ) -> None:
-    """``codes[side, rows[i], pages[i]]`` become `vq_encode` of the window's states, times the metric, at ``slots[i]``.
+    """``codes[side, rows[i], pages[i]]`` become `vq_encode` of the window's states under the metric, at ``slots[i]``.
 
     Args:
         window: ``[T_c, 2, B, H, S, D]`` bf16, fp16 or fp32, innermost contiguous; 2: keys before RoPE, values.
@@ -56,17 +56,11 @@ def vq_encode_pages(
         ValueError: shapes or dtypes do not fit, or ``backend="triton"`` is impossible here.
     """
     _require(window.dim() == 6 and window.shape[1] == 2, "window", window, "[T_c, 2, B, H, S, D]")
-    steps, _, batch, heads, _, head_dim = window.shape
+    batch, heads = window.shape[2:4]
     for coder in (key, value):
-        _check_encode(window.select(1, 0).select(1, 0).transpose(1, 2), coder.tables, coder.half_norms)
-        metric = coder.metric
-        if (metric is None) != (key.metric is None) or coder.tables.shape != key.tables.shape:
+        _check_encode(window.select(1, 0).select(1, 0).transpose(1, 2), *coder)
+        if (coder.metric is None) != (key.metric is None) or coder.tables.shape != key.tables.shape:
             raise ValueError("key and value need tables of one shape, and both a metric or neither.")
-        if metric is not None:
-            fits = (
-                metric.shape == (steps, heads, head_dim) and metric.dtype == torch.float32 and metric.is_contiguous()
-            )
-            _require(fits, "metric", metric, f"[{steps}, {heads}, {head_dim}], contiguous torch.float32")
     groups = key.tables.shape[2]
     fits = codes.dim() == 6 and codes.shape[:2] == (2, batch) and codes.shape[3:] == (heads, 8, groups)
     _require(fits and codes.dtype == torch.uint8, "codes", codes, f"[2, {batch}, P, {heads}, 8, {groups}] torch.uint8")
@@ -95,8 +89,5 @@ def vq_encode_pages_reference(
     """Same contract as `vq_encode_pages`."""
     states = window[:, :, rows.unsqueeze(1), :, slots].flatten(0, 1)  # [n * 8, T_c, 2, H, D]
     for i, coder in enumerate((key, value)):
-        vectors = states[:, :, i].transpose(0, 1)
-        if coder.metric is not None:
-            vectors = vectors.float() * coder.metric.unsqueeze(1)
-        new = vq_encode_reference(vectors, coder.tables, coder.half_norms)  # [n * 8, H, NG]
+        new = vq_encode_reference(states[:, :, i].transpose(0, 1), *coder)  # [n * 8, H, NG]
         codes[i, rows, pages] = new.unflatten(0, (-1, 8)).transpose(1, 2)

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .vq_encode_triton import nearest
+
 
 def vq_encode_pages_triton(
     window: torch.Tensor, codes: torch.Tensor, key, value, rows: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
@@ -21,9 +23,7 @@ def vq_encode_pages_triton(
         key.metric if weighted else window, value.metric if weighted else window, rows, pages, slots,
         8 * count, *window.stride()[:5], *codes.stride(),
         HEADS=heads, GROUPS=groups, C=channels, G=joint, G_PAD=max(16, joint), BLOCK=block, WEIGHTED=weighted,
-        # Weighted states are fp32. bf16, fp16 and the fp16 entries are exact in TF32, so that their products are.
-        PRECISION="ieee" if weighted or window.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        EXACT=window.dtype == torch.float32, num_warps=4,
     )  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def _encode_pages_kernel(
     tokens, stride_wt, stride_ws, stride_wb, stride_wh, stride_wn,
     stride_cs, stride_cb, stride_cp, stride_ch, stride_cn, stride_cg,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK tokens of one (head, group), keys or values, against the 256 joint entries; see `_encode_kernel`."""
     head_group = tl.program_id(0)
@@ -58,23 +58,13 @@ def _encode_pages_kernel(
     norm_at = head_group * 256 + tl.arange(0, 256)
     mask = alive[:, None] & live[None, :]
     if tl.program_id(2) == 0:
-        code = _nearest(
-            x_ptr, k_tables + entry_at, k_norms + norm_at, k_metric + weight_at, mask, live, WEIGHTED, PRECISION
+        code = nearest(
+            x_ptr, k_tables + entry_at, k_norms + norm_at, k_metric + weight_at, mask, live, WEIGHTED, EXACT
         )
         tl.store(to, code, mask=alive)
     else:
-        code = _nearest(
+        code = nearest(
             x_ptr + stride_ws, v_tables + entry_at, v_norms + norm_at, v_metric + weight_at, mask, live, WEIGHTED,
-            PRECISION,
+            EXACT,
         )  # fmt: skip
         tl.store(to + stride_cs, code, mask=alive)
-
-
-@triton.jit
-def _nearest(x_ptr, e_ptr, norm_ptr, weight_ptr, mask, live, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr):
-    x = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
-    if WEIGHTED:
-        x *= tl.load(weight_ptr, mask=live, other=0.0)[None, :]
-    e = tl.load(e_ptr, mask=live[:, None], other=0.0).to(tl.float32)
-    score = tl.dot(x, e, input_precision=PRECISION) - tl.load(norm_ptr)[None, :]
-    return tl.argmax(score, 1, tie_break_left=True).to(tl.uint8)

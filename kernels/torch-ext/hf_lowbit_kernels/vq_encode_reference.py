@@ -7,7 +7,9 @@ import torch
 SCORE_BYTES = 64 * 2**20
 
 
-def vq_encode_reference(vectors: torch.Tensor, tables: torch.Tensor, half_norms: torch.Tensor) -> torch.Tensor:
+def vq_encode_reference(
+    vectors: torch.Tensor, tables: torch.Tensor, half_norms: torch.Tensor, metric: torch.Tensor | None = None
+) -> torch.Tensor:
     """Same contract as `hf_lowbit_kernels.vq_encode`; memory is bounded by `SCORE_BYTES` whatever the token count."""
     steps, tokens, heads, _ = vectors.shape
     groups, entries, channels = tables.shape[2:]
@@ -18,7 +20,11 @@ def vq_encode_reference(vectors: torch.Tensor, tables: torch.Tensor, half_norms:
     codes = torch.empty(tokens, heads, groups, dtype=torch.uint8, device=vectors.device)
     chunk = max(1, SCORE_BYTES // (4 * heads * groups * entries))
     for first in range(0, tokens, chunk):
-        part = vectors[:, first : first + chunk].float().unflatten(-1, (groups, channels))
+        part = vectors[:, first : first + chunk].float()
+        if metric is not None:
+            # Weighting the states leaves one set of tables for encoder and decoder.
+            part = part * metric.unsqueeze(1)
+        part = part.unflatten(-1, (groups, channels))
         part = part.permute(2, 3, 1, 0, 4).reshape(heads * groups, -1, size)
         scores = torch.baddbmm(norms, part, joint, beta=-1)
         # argmax returns the first of equal maxima.
