@@ -25,7 +25,9 @@ def encode_cuda_problem(device: torch.device, dtype: torch.dtype, steps: int, ch
     # Compared by name before CUDA is asked anything: this also answers on machines without it.
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "it is for Hopper GPUs (compute capability 9.x)"
-    return _build_problem(dtype, steps, channels, torch.cuda.current_device() if device.index is None else device.index)
+    return _build_problem(
+        dtype, steps, channels, torch.cuda.current_device() if device.index is None else device.index
+    )
 
 
 @functools.cache
@@ -34,7 +36,9 @@ def _build_problem(dtype: torch.dtype, steps: int, channels: int, device: int) -
     if problem is not None:
         return problem
     try:
-        _kernel(dtype, steps, channels, True, True, device)  # compiled here, so that what fails shows before it is chosen
+        _kernel(
+            dtype, steps, channels, True, True, device
+        )  # compiled here, so that what fails shows before it is chosen
     except (CudaError, OSError) as error:
         return str(error)
     return None

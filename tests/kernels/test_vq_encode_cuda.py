@@ -1,0 +1,122 @@
+"""The host side of the encoder's CUDA kernel, without a GPU: when it runs, and what it hands over."""
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+from hf_lowbit_kernels import cuda_module, half_norms, ops, vq_encode
+from hf_lowbit_kernels import vq_encode_cuda as module
+
+
+SOURCE = open(module.SOURCE, encoding="utf-8").read()
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine that says it has a Hopper GPU, and kernels that only remember their launches."""
+    launches = []
+
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties)
+    monkeypatch.setattr(module, "cuda_problem", lambda: None)
+    monkeypatch.setattr(module, "load_kernel", lambda *args: lambda *launch: launches.append((args, launch)))
+    module._build_problem.cache_clear()
+    yield launches
+    module._build_problem.cache_clear()
+
+
+def arguments(tokens, heads, dim, steps, channels, dtype=BF16, device="meta"):
+    tables = torch.zeros(steps, heads, dim // channels, 256, channels, dtype=FP16, device=device)
+    return torch.zeros(steps, tokens, heads, dim, dtype=dtype, device=device), tables, half_norms(tables)
+
+
+def test_it_is_for_its_sizes_only(hopper):
+    def problem(dtype=BF16, steps=4, channels=4, device="cuda"):
+        return module.encode_cuda_problem(torch.device(device), dtype, steps, channels)
+
+    assert problem() is problem(FP16) is problem(channels=8) is problem(channels=2) is problem(steps=8) is None
+    assert "bfloat16" in problem(FP32) and "T_c * c" in problem(channels=1) and "Hopper" in problem(device="cpu")
+
+
+def test_it_runs_by_itself_from_256_tokens_on(hopper, monkeypatch):
+    ran = []
+    monkeypatch.setattr(ops, "attention_backend", lambda *_: ("triton", ""))
+    monkeypatch.setattr(ops, "encode_cuda_problem", lambda device, dtype, *_: None if dtype == BF16 else "it is not")
+    for name in ("vq_encode_cuda", "vq_encode_triton"):
+        monkeypatch.setattr(ops, name, lambda *_, name=name: ran.append(name.removeprefix("vq_encode_")))
+    for tokens, dtype, backend in ((256, BF16, "auto"), (255, BF16, "auto"), (256, FP32, "auto"), (1, BF16, "cuda")):
+        vq_encode(*arguments(tokens, 1, 16, 4, 4, dtype, "cpu"), backend=backend)
+    assert ran == ["cuda", "triton", "triton", "cuda"]
+    with pytest.raises(ValueError, match="not possible: it is not"):
+        vq_encode(*arguments(1, 1, 16, 4, 4, FP32, "cpu"), backend="cuda")
+
+
+def test_what_does_not_compile_does_not_run(hopper, monkeypatch):
+    def fails(*args):
+        raise cuda_module.CudaError("vq_encode.cu does not compile")
+
+    monkeypatch.setattr(module, "load_kernel", fails)
+    assert "does not compile" in module.encode_cuda_problem(torch.device("cuda"), BF16, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "tokens, heads, dim, steps, channels, dtype, grid",
+    [
+        (2048, 16, 128, 4, 4, BF16, (128, 1, 1)),
+        (2048, 16, 128, 4, 8, FP16, (128, 1, 1)),
+        (2048, 4, 128, 4, 4, BF16, (32, 4, 1)),
+        (8192, 16, 128, 4, 4, BF16, (128, 1, 1)),
+        (1, 2, 56, 1, 8, BF16, (2, 1, 1)),
+    ],
+)
+def test_a_launch_fits_the_source(hopper, tokens, heads, dim, steps, channels, dtype, grid):
+    vectors, tables, norms = arguments(tokens, heads, dim, steps, channels, dtype, "cpu")
+    codes = module.vq_encode_cuda(vectors, tables, norms, torch.ones(steps, heads, dim) if dtype == BF16 else None)
+    assert codes.shape == (tokens, heads, dim // channels)
+    ((_, name, macros, _, shared), (launched, threads, *args)) = hopper[-1]
+    macros = dict(macros)
+    assert launched == grid and threads == 32 * macros["WARPS"] <= 1024
+    assert macros["STEPS"] * macros["CHANNELS"] == steps * channels and macros["WEIGHTED"] == (dtype == BF16)
+    assert macros["HALF_INPUT"] == (dtype == FP16)
+    # All tokens are someone's, and whole 16-token tiles.
+    per_block = args[8].value
+    assert (grid[1] - 1) * per_block < tokens <= grid[1] * per_block and per_block % (16 * macros["TILES"]) == 0
+
+    # One argument for each parameter, of its size.
+    signature = re.search(name + r"\((.*?)\)\s*\{", SOURCE, re.S)[1]
+    parameters = [part.strip() for part in signature.split(",")]
+    sizes = {"int": 4, "float": 4, "i64": 8}
+    expected = [8 if "*" in text else sizes[text.split()[0]] for text in parameters]
+    assert [ctypes.sizeof(arg) for arg in args] == expected
+    assert str(args[-1].value) == "-0.0"
+
+    # Shared memory as the source adds it up.
+    groups, depth = 64 // (steps * channels), 2 if steps * channels == 32 else 1
+    assert "#define FRAGMENTS (GROUPS * 32 * DEPTH * 32)" in SOURCE and "#define NORMS (GROUPS * 32 * 4)" in SOURCE
+    fragment = 8 if steps * channels == 8 else 16
+    assert shared == groups * 32 * depth * 32 * fragment + groups * 32 * 4 * 16 <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    "change, fits",
+    [
+        (lambda x: x, True),
+        (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), True),
+        (lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), False),
+        (lambda x: torch.cat([x[..., :1], x], dim=-1)[..., 1:], False),
+        (lambda x: torch.cat([x[..., :4], x], dim=-1)[..., 4:], False),
+        (lambda x: torch.cat([x, x[..., :4]], dim=-1)[..., :-4], False),
+    ],
+)
+def test_pieces_are_loaded_whole_where_they_lie_so(change, fits):
+    vectors = change(torch.zeros(4, 9, 3, 32, dtype=BF16))
+    assert module._in_pieces(vectors, 8, 4) is fits
+    assert module._in_pieces(torch.zeros(4, 9, 2, 12, dtype=BF16), 3, 4) is False  # a pair would run over the end
+    assert module._in_pieces(torch.zeros(8, 9, 2, 16, dtype=BF16), 8, 2) is False  # a piece spans two steps
