@@ -16,7 +16,8 @@
 // A token's code does not depend on other tokens. Equal scores give the lowest code.
 //
 // Compiled by NVRTC without headers. Macros: STEPS, CHANNELS (their product is 8, 16 or 32), HALF_INPUT (states are fp16,
-// else bf16), WEIGHTED (there is a metric), VECTOR (pieces are contiguous and aligned), TILES, WARPS.
+// else bf16), WEIGHTED (there is a metric), VECTOR (pieces are contiguous and aligned), TILES, WARPS,
+// UNROLL (of the loop over tiles).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -32,10 +33,7 @@ typedef long long i64;
 #define CHUNK (16 * TILES)         // tokens of a warp
 #define THREADS (32 * WARPS)
 #define FULL 0xffffffffu
-#ifndef UNROLL
-#define UNROLL 1
-#endif
-constexpr int unroll_by = UNROLL;
+constexpr int unroll_by = UNROLL;  // pragmas do not expand macros
 
 #if SIZE == 8
 typedef uint2 Fragment;  // hi, lo
