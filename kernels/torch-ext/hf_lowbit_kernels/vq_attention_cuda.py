@@ -80,10 +80,13 @@ def cuda_layouts(
         return False
     copied = (query, k_codes, v_codes, k_window, v_window)
     aligned = all(
-        tensor.data_ptr() % 16 == 0 and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
+        tensor.data_ptr() % 16 == 0
+        and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
         for tensor in copied
         if tensor.dim() != 5
-    ) and all(codes.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in codes.stride()[:3]) for codes in (k_codes, v_codes))
+    ) and all(
+        codes.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in codes.stride()[:3]) for codes in (k_codes, v_codes)
+    )
     return aligned and is_entry_major(k_table) and is_entry_major(v_table)
 
 
