@@ -14,6 +14,7 @@ import hf_lowbit
 from ..compat import CACHE_ARG
 from ..config import PAGE
 from ..loopvq.codebook import LoopVQCodebook
+from ..loopvq.prefill import EvenChunk
 from .looped import capture_steps, filled_loopvq_cache
 from .report import Options, Report
 from .shapes import LOOPED, attach_random_codebooks, build_looped
@@ -47,7 +48,7 @@ def prefill_shares(model, batch: int, tokens: int, runs: int, device: str) -> di
     ids = torch.randint(1, model.config.vocab_size, (batch, tokens), device=device)
     rows = []
     for _ in range(1 + runs):
-        with spans(hf_lowbit.LoopVQCache, "_commit", device) as commits:
+        with spans(EvenChunk, "commit", device) as commits:
             with spans(LoopVQCodebook, "encode", device) as encodes:
                 start = Stamp(device)
                 model(ids, use_cache=True, logits_to_keep=1, **{CACHE_ARG: hf_lowbit.LoopVQCache(model)})

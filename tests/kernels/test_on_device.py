@@ -29,6 +29,16 @@ def rope_store():
     kernels.rope_store(token, token, token, table, table, store, store, index(2), rotate_key=True)
 
 
+def rope_copy():
+    kernels.rope_copy(tensor(2, 3, 5, 8), tensor(1, 5, 8), tensor(1, 5, 8), tensor(2, 3, 5, 8))
+
+
+def decode_pages():
+    codes, table = tensor(2, 1, 3, 8, 2, dtype=torch.uint8), tensor(*TABLES[1:], dtype=torch.float16)
+    out = tensor(2, 3, 8, 8)
+    kernels.vq_decode_pages(codes, codes, table, table, tensor(1, 8, 8), tensor(1, 8, 8), out, out)
+
+
 def encode_pages():
     coder = PageCoder(tensor(*TABLES, dtype=torch.float16), tensor(3, 2, 256), None)
     codes = tensor(2, 1, 4, 3, 8, 2, dtype=torch.uint8)
@@ -64,6 +74,8 @@ LAUNCHES = [
         lambda: kernels.vq_encode(tensor(2, 5, 3, 8), tensor(*TABLES).half(), tensor(3, 2, 256)),
     ),
     ("vq_encode_pages", "vq_encode_pages_triton", encode_pages),
+    ("vq_decode_pages", "vq_decode_pages_triton", decode_pages),
+    ("rope_copy", "rope_copy_triton", rope_copy),
     ("damp_ops", "damp_update_triton", damp),
     ("elementwise_ops", "rms_norm_triton", lambda: kernels.rms_norm(tensor(2, 8), tensor(8), 1e-6)),
     ("elementwise_ops", "norm_add_norm_triton", norms),

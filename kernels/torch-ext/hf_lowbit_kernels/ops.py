@@ -10,7 +10,7 @@ import torch
 
 from .on_device import on_device
 from .rope_tables import RopeTables
-from .vq_attention_cuda import cuda_kernel_problem, cuda_layouts, is_entry_major, vq_decode_attention_cuda
+from .vq_attention_cuda import cuda_kernel_problem, cuda_layout_problem, is_entry_major, vq_decode_attention_cuda
 from .vq_attention_reference import vq_decode_attention_reference
 from .vq_encode_cuda import encode_cuda_problem, vq_encode_cuda
 from .vq_encode_reference import vq_encode_reference
@@ -118,22 +118,22 @@ def vq_decode_attention(
     Raises:
         ValueError: shapes, dtypes or strides do not fit, or the backend that was asked for is impossible here.
     """
-    layouts = cuda_layouts(query, k_codes, v_codes, k_table, v_table, k_window, v_window)
     available, reason = _attention_backend_of(query, k_window, k_table, sinks)
-    if backend == "auto" and available == "cuda" and not (layouts and rope.tile == 8):
+    layout_problem = None
+    if "cuda" in (available, backend):
+        layout_problem = cuda_layout_problem(query, k_codes, v_codes, k_table, v_table, k_window, v_window, rope)
+    if backend == "auto" and available == "cuda" and layout_problem is not None:
         available = "triton"
     name = _choose(backend, available, reason, query.device)
     _check_attention(
         query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded,
         rope, sinks, max_coded, num_splits,
     )  # fmt: skip
-    if name == "cuda" and not (layouts and rope.tile == 8):
-        raise ValueError(
-            'backend="cuda" needs group-major codes (hf_lowbit_kernels.group_major), entry-major tables '
-            "(hf_lowbit_kernels.entry_major) and RoPE tiles of 8."
-        )
+    if name == "cuda" and layout_problem is not None:
+        raise ValueError(f'backend="cuda" does not take these tensors: {layout_problem}.')
     if name == "triton" and not (k_table.is_contiguous() and v_table.is_contiguous()):
-        raise ValueError('backend="triton" needs contiguous tables, not entry-major ones.')
+        why = f", and the CUDA kernel does not take these tensors: {layout_problem}" if layout_problem else ""
+        raise ValueError(f'backend="triton" needs contiguous tables, not entry-major ones{why}.')
     run = {
         "cuda": vq_decode_attention_cuda,
         "triton": on_device(vq_decode_attention_triton, query.device),

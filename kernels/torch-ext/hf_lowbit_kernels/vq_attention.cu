@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     float* scratch, int* counters, u16* out,
     float scale, int batch, int sinks, int ring,
     i64 stride_qb, i64 stride_qh, i64 stride_cb, u32 stride_cp,                  // codes: keys and values alike
-    i64 stride_kwb, i64 stride_kwh, i64 stride_kws, i64 stride_vwb, i64 stride_vwh, i64 stride_vws)
+    i64 stride_wb, i64 stride_wh, i64 stride_ws)                                 // the window: keys and values alike
 {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 barrier = (u32)__cvta_generic_to_shared(smem + SMEM_BYTES - 16);
@@ -338,8 +338,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             const int token = min(2 * ahead_item + (lane >> 4), job.tokens - 1);
             int at = token + (token < sinks ? 0 : job.turn);
             if (at >= sinks + ring) at -= ring;
-            copy16(slot + 16 * lane, k_window + ahead_row * stride_kwb + head * stride_kwh + (i64)at * stride_kws + 8 * (lane & 15));
-            copy16(slot + 512 + 16 * lane, v_window + ahead_row * stride_vwb + head * stride_vwh + (i64)at * stride_vws + 8 * (lane & 15));
+            const u16* from = k_window + ahead_row * stride_wb + head * stride_wh + (i64)at * stride_ws + 8 * (lane & 15);
+            copy16(slot + 16 * lane, from);
+            copy16(slot + 512 + 16 * lane, from + (v_window - k_window));
             copy_angles(slot, 2 * ahead_item < sinks ? 2 * ahead_item : 2 * ahead_item + job.coded);
             ahead_item += slices;
         } else if (ahead_span < job.last) {

@@ -60,12 +60,12 @@ def shared_bytes(channels: int) -> int:
     """Shared memory of a block: ``SMEM_BYTES`` of the source."""
     partial = 4 * (32 * channels + 36)
     team = TEAM * (DEPTH * SLOT + BUFFERS * partial + 64) + 2 * BUFFERS * 4
-    angles = (2 * OFFSETS + 32 // channels) * (HEAD_DIM // 2) * 4
+    angles = 2 * OFFSETS * (HEAD_DIM // 2) * 4
     total = 2 * TABLE_BYTES + TEAMS[channels] * team + angles
     return (total + 15) // 16 * 16 + 16
 
 
-def cuda_layouts(
+def cuda_layout_problem(
     query: torch.Tensor,
     k_codes: torch.Tensor,
     v_codes: torch.Tensor,
@@ -73,21 +73,32 @@ def cuda_layouts(
     v_table: torch.Tensor,
     k_window: torch.Tensor,
     v_window: torch.Tensor,
-) -> bool:
-    """Whether the tensors lie as the kernel reads them: codes group-major, keys' like values', tables `entry_major`, and
-    everything in whole pieces of 16 bytes."""
-    if k_codes.numel() and (k_codes.stride() != v_codes.stride() or k_codes.stride()[3:] != (1, 8)):
-        return False
-    copied = (query, k_codes, v_codes, k_window, v_window)
-    aligned = all(
-        tensor.data_ptr() % 16 == 0
-        and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
-        for tensor in copied
-        if tensor.dim() != 5
-    ) and all(
-        codes.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in codes.stride()[:3]) for codes in (k_codes, v_codes)
+    rope: RopeTables,
+) -> str | None:
+    """Why the CUDA kernel does not take tensors that lie like these, or None."""
+    if rope.tile != 8:
+        return f"its RoPE tables have tiles of 8, not {rope.tile}"
+    for name, table in (("k_table", k_table), ("v_table", v_table)):
+        if not is_entry_major(table):
+            return f"{name} is not entry-major (hf_lowbit_kernels.entry_major)"
+    if k_codes.numel() and k_codes.stride()[3:] != (1, 8):
+        return "k_codes and v_codes are not group-major (hf_lowbit_kernels.group_major)"
+    # One pointer and one step serve both sides.
+    for name, keys, values in (("codes", k_codes, v_codes), ("window", k_window, v_window)):
+        if keys.numel() and keys.stride() != values.stride():
+            return f"v_{name} has strides {values.stride()}, k_{name} {keys.stride()}; they must be the same"
+    pieces = (
+        ("query", query, 2),
+        ("k_codes", k_codes, 3),
+        ("v_codes", v_codes, 3),
+        ("k_window", k_window, 3),
+        ("v_window", v_window, 3),
     )
-    return aligned and is_entry_major(k_table) and is_entry_major(v_table)
+    for name, tensor, outer in pieces:
+        size = tensor.element_size()
+        if tensor.data_ptr() % 16 or any(stride * size % 16 for stride in tensor.stride()[:outer]):
+            return f"{name} does not begin, or step, by whole pieces of 16 bytes"
+    return None
 
 
 def vq_decode_attention_cuda(
@@ -109,7 +120,7 @@ def vq_decode_attention_cuda(
 ) -> torch.Tensor:
     """Same contract as `hf_lowbit_kernels.vq_decode_attention`.
 
-    The tensors must fit `cuda_layouts`.
+    The tensors must lie as `cuda_layout_problem` wants them.
     """
     batch, heads, head_dim = query.shape
     channels = k_table.shape[3]
@@ -131,7 +142,7 @@ def vq_decode_attention_cuda(
     strides = (
         *map(long, query.stride()[:2]),
         long(k_codes.stride(0)), uint(k_codes.stride(1)),
-        *map(long, k_window.stride()[:3]), *map(long, v_window.stride()[:3]),
+        *map(long, k_window.stride()[:3]),
     )  # fmt: skip
     kernel(
         (splits, heads, 1),
