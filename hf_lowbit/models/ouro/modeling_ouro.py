@@ -479,7 +479,7 @@ class OuroModel(OuroPreTrainedModel):
                 output_loop_states,
                 kv_attention=cache,
                 layer_states=layer_states,
-                fused=chunk_embeds.shape[1] == 1 and self.fused_decode.usable(self, chunk_embeds),
+                fused=self.fused_decode.usable(self, chunk_embeds),
             )
             if layer_states is not None:
                 layer_states[-1] = fields["last_hidden_state"]

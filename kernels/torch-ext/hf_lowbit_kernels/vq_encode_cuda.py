@@ -12,8 +12,8 @@ from .cuda_module import CudaError, CudaKernel, cuda_problem, load_kernel
 SOURCE = os.path.join(os.path.dirname(__file__), "vq_encode.cu")
 SIZES = (8, 16, 32)  # coordinates of a vector
 WARPS = 16  # of a block; a multiprocessor holds one, as each thread has 128 registers
-TILES = {8: 4, 16: 4, 32: 2}  # size -> 16-token tiles of a warp; more would not fit into its registers
-UNROLL = 1
+TILES = {8: 4, 16: 2, 32: 2}  # size -> 16-token tiles of a warp; more would not fit into its registers
+UNROLL = 2
 
 
 def encode_cuda_problem(device: torch.device, dtype: torch.dtype, steps: int, channels: int) -> str | None:
