@@ -61,6 +61,9 @@ class LoopVQCodebook(nn.Module):
         if kept is None or kept[0] != version:
             # Of all steps at once: one address for the life of the table.
             kept = (version, table.view(torch.float16).transpose(2, 3).contiguous())  # [T, H, 256, NG, c]
+            if table.is_cuda and not torch.cuda.is_current_stream_capturing():
+                # An attention kernel may read tables before the kernel ahead of it, this copy, has ended.
+                torch.cuda.current_stream(table.device).synchronize()
             self._derived[side, "staged"] = kept
         return kept[1][step].transpose(1, 2)
 

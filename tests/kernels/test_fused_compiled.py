@@ -32,9 +32,9 @@ def ptx(kernel, dtype, constants, others={}):
 HEADS = dict(QUERY_HEADS=4, HEADS=2, HALF=64, BLOCK=64, ROTATE_KEY=True)
 for dtype in ("bf16", "fp16"):
     texts = [
-        ptx(kernels._norm_kernel, dtype, dict(SIZE=2048, BLOCK=2048, ADD=True)),
-        ptx(kernels._swiglu_kernel, dtype, dict(BLOCK=1024)),
-        *(ptx(kernels._rope_store_kernel, dtype, dict(TILE=tile, **HEADS)) for tile in (1, 2)),
+        ptx(kernels._norm_kernel, dtype, dict(SIZE=2048, BLOCK=2048, ADD=True, OVERLAP=False)),
+        ptx(kernels._swiglu_kernel, dtype, dict(BLOCK=1024, OVERLAP=False)),
+        *(ptx(kernels._rope_store_kernel, dtype, dict(TILE=tile, OVERLAP=False, **HEADS)) for tile in (1, 2)),
     ]
     codes = {"k_codes": "*u8", "v_codes": "*u8", "k_table": "*fp16", "v_table": "*fp16", "slots": "*i64", "count": "i32"}
     halves = dict(HALF=64, ROUND=True)
@@ -57,7 +57,20 @@ weights |= dict(tables="*fp16", half_norms="*fp32", metric="*fp32")
 weights |= {f"{side}_{name}": kind for side in "kv" for name, kind in dict(tables="*fp16", norms="*fp32", metric="*fp32").items()}
 for glu in (False, True):
     for even in (False, True):
-        ptx(few_rows_triton._few_rows_kernel, "bf16", dict(SIZE=1536, ROWS=4, BLOCK=1024, GLU=glu, EVEN=even), weights)
+        sizes = dict(SIZE=1536, ROWS=4, BLOCK=1024, GLU=glu, EVEN=even, LINES=128)
+        ptx(few_rows_triton._few_rows_kernel, "bf16", dict(OVERLAP=False, **sizes), weights)
+        # Only weights are touched before the kernel ahead has ended, and nobody is let in before.
+        text = ptx(few_rows_triton._few_rows_kernel, "bf16", dict(OVERLAP=True, **sizes), weights)
+        ahead, behind = text.split("griddepcontrol.wait")
+        assert "prefetch.global.L2" in ahead and "ld.global" not in ahead
+        assert "griddepcontrol.launch_dependents" in behind and "ld.global" in behind
+for kernel, constants in (
+    (kernels._norm_kernel, dict(SIZE=2048, BLOCK=2048, ADD=True)),
+    (kernels._swiglu_kernel, dict(BLOCK=1024)),
+    (kernels._rope_store_kernel, dict(TILE=1, **HEADS)),
+):
+    ahead, behind = ptx(kernel, "bf16", dict(OVERLAP=True, **constants)).split("griddepcontrol.wait")
+    assert "st.global" not in ahead and "griddepcontrol.launch_dependents" in behind and "st.global" in behind
 for weighted, exact, dtype in ((False, False, "bf16"), (True, False, "fp16"), (True, True, "fp32")):
     sizes = dict(HEADS=2, GROUPS=32, C=4, G=16, G_PAD=16, BLOCK=16, WEIGHTED=weighted, EXACT=exact)
     ptx(vq_encode_pages_triton._encode_pages_kernel, dtype, sizes, weights)

@@ -30,7 +30,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream)
     monkeypatch.setattr(vq_attention_cuda, "cuda_problem", lambda: None)
     monkeypatch.setattr(
-        vq_attention_cuda, "load_kernel", lambda *args: lambda *launch: launches.append((args, launch))
+        vq_attention_cuda, "load_kernel", lambda *args: lambda *launch, overlap: launches.append((args, launch))
     )
     return launches
 

@@ -16,6 +16,7 @@ quantized weights, hooks) are called one by one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from hf_lowbit_kernels import (
     few_rows_linear,
     few_rows_swiglu,
     norm_add_norm,
+    overlapping_launches,
     rms_norm,
     swiglu,
 )
@@ -114,6 +116,11 @@ class FusedDecode:
         Args:
             layer_states: if a list, every layer's output is appended to it.
         """
+        # Steps are many small kernels: each one's launch and first loads hide behind the end of the one before.
+        with overlapping_launches() if hidden_states.shape[1] == 1 else contextlib.nullcontext():
+            return self._loop(layers, last_norm, hidden_states, position_embeddings, step, cache, layer_states)
+
+    def _loop(self, layers, last_norm, hidden_states, position_embeddings, step, cache, layer_states):
         backend = self.backend
         tokens = hidden_states.shape[0] * hidden_states.shape[1]
         multiply = _few_rows(backend) if tokens <= self.few_rows else _many_rows(backend)

@@ -6,6 +6,7 @@ Plain PyTorch references on every device; on CUDA Triton kernels where triton is
 from .damp_layout import DampLayout, DampPlan, ErrorFeedback, StochasticRounding
 from .damp_ops import damp_backend, damp_pack, damp_unpack, damp_update
 from .damp_reference import damp_update_reference
+from .dependent_launch import overlapping_launches
 from .elementwise_ops import elementwise_backend, norm_add_norm, rms_norm, rope_store, swiglu
 from .elementwise_reference import (
     norm_add_norm_reference,
@@ -54,6 +55,7 @@ __all__ = [
     "half_norms",
     "norm_add_norm",
     "norm_add_norm_reference",
+    "overlapping_launches",
     "rms_norm",
     "rms_norm_reference",
     "rope_copy",

@@ -63,13 +63,17 @@ class CudaKernel:
         self._shared_bytes = shared_bytes
         self._device = device
 
-    def __call__(self, grid: tuple[int, int, int], threads: int, *args: ctypes._SimpleCData) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], threads: int, *args: ctypes._SimpleCData, overlap: bool = False
+    ) -> None:
         """Launch.
 
         Args:
             grid: blocks.
             threads: per block.
             *args: ctypes values in the order of the kernel's parameters; pointers as ``c_void_p``.
+            overlap: begin before the kernel ahead has ended; the kernel must wait for it by itself
+                (:mod:`.dependent_launch`).
 
         Raises:
             CudaError: the launch was refused.
@@ -77,12 +81,31 @@ class CudaKernel:
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
         with torch.cuda.device(self._device):  # the driver launches in the current device's context
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            _check_driver(
-                _libraries()[1].cuLaunchKernel(
-                    self._function, *(ctypes.c_uint(n) for n in grid), ctypes.c_uint(threads), ctypes.c_uint(1),
-                    ctypes.c_uint(1), ctypes.c_uint(self._shared_bytes), stream, pointers, None,
-                )
-            )  # fmt: skip
+            attribute = _LaunchAttribute(id=_STREAM_SERIALIZATION, value=(ctypes.c_int * 16)(1))
+            config = _LaunchConfig(
+                *grid, threads, 1, 1, self._shared_bytes, stream, ctypes.pointer(attribute), int(overlap)
+            )
+            _check_driver(_libraries()[1].cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+
+
+_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an id, four bytes of padding, a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
 @functools.cache

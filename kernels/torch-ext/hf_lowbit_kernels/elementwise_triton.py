@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent_launch import overlap_options
+
 
 # Products round before they are added, as in PyTorch. Otherwise LLVM makes one bf16 fma of both, whatever casts say.
 ROUND_EACH = {"enable_fp_fusion": False}
@@ -38,7 +40,8 @@ def swiglu_triton(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return out
     block = min(1024, triton.next_power_of_2(size))
     _swiglu_kernel[gate.shape[0], triton.cdiv(size, block)](
-        gate, up, out, gate.stride(0), up.stride(0), size, BLOCK=block, num_warps=_warps(block), **ROUND_EACH
+        gate, up, out, gate.stride(0), up.stride(0), size, BLOCK=block, num_warps=_warps(block), **ROUND_EACH,
+        **overlap_options(gate.device),
     )  # fmt: skip
     return out
 
@@ -71,7 +74,7 @@ def rope_store_triton(
         cos.stride(0) if cos.shape[0] > 1 else 0, sin.stride(0) if sin.shape[0] > 1 else 0,
         *keys.stride()[:3], *values.stride()[:3], slot.stride(0),
         QUERY_HEADS=query_heads, HEADS=heads, HALF=half, BLOCK=triton.next_power_of_2(half), TILE=tile,
-        ROTATE_KEY=rotate_key, num_warps=_warps(tile * half), **ROUND_EACH,
+        ROTATE_KEY=rotate_key, num_warps=_warps(tile * half), **ROUND_EACH, **overlap_options(query.device),
     )  # fmt: skip
     return out
 
@@ -99,6 +102,7 @@ def _norm(x, weight, residual, next_weight, eps: float, next_eps: float):
         x, weight, residual, weight if next_weight is None else next_weight, out if total is None else total, out,
         x.stride(0), residual.stride(0), eps, next_eps,
         SIZE=size, BLOCK=block, ADD=total is not None, num_warps=_warps(block), **ROUND_EACH,
+        **overlap_options(x.device),
     )  # fmt: skip
     return total, out
 
@@ -106,17 +110,21 @@ def _norm(x, weight, residual, next_weight, eps: float, next_eps: float):
 @triton.jit
 def _norm_kernel(
     x, weight, residual, next_weight, total, out, stride_x, stride_r, eps, next_eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row: its norm; with ADD the residual plus that, and the norm of the sum."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < SIZE
-    values = tl.load(x + row * stride_x + column, mask=live, other=0.0)
     scale = tl.load(weight + column, mask=live, other=0.0)
     if ADD:
-        before = tl.load(residual + row * stride_r + column, mask=live, other=0.0)
         next_scale = tl.load(next_weight + column, mask=live, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    values = tl.load(x + row * stride_x + column, mask=live, other=0.0)
+    if ADD:
+        before = tl.load(residual + row * stride_r + column, mask=live, other=0.0)
     values = _normalize(values, scale, eps, SIZE)
     if ADD:
         values = (before.to(tl.float32) + values.to(tl.float32)).to(values.dtype)
@@ -133,7 +141,12 @@ def _normalize(values, scale, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_kernel(gate, up, out, stride_gate, stride_up, size, BLOCK: tl.constexpr):
+def _swiglu_kernel(
+    gate, up, out, stride_gate, stride_up, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < size
@@ -155,13 +168,16 @@ def _rope_store_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_cos, stride_sin,
     stride_ksb, stride_ksh, stride_kss, stride_vsb, stride_vsh, stride_vss, stride_slot,
     QUERY_HEADS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    ROTATE_KEY: tl.constexpr,
+    ROTATE_KEY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """TILE heads of one row's query, key or value; which of them says program 1."""
     QUERY_TILES: tl.constexpr = (QUERY_HEADS + TILE - 1) // TILE
     TILES: tl.constexpr = (HEADS + TILE - 1) // TILE
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1).to(tl.int64)  # heads of long caches lie far apart
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     channel = tl.arange(0, BLOCK)[None, :]
     place = tl.arange(0, TILE)[:, None]
     cos_row, sin_row = cos + row * stride_cos, sin + row * stride_sin

@@ -255,6 +255,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                                           : (sines ? offset_sin : offset_cos) + (distance < 8 ? distance : distance == 9 ? 8 : 16) * HALF;
         copy16((u32)__cvta_generic_to_shared(smem + OFFSET_AT) + 16 * i, from + at);
     }
+    // What the kernel before this one wrote is read from here on; see dependent_launch.py.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     int quarter = 0;       // of all coded tokens; of fewer than four rows all are shared
     bool any_shared = true;
     if (batch >= TEAM) {

@@ -7,6 +7,7 @@ import os
 import torch
 
 from .cuda_module import CudaError, CudaKernel, cuda_problem, load_kernel
+from .dependent_launch import overlaps
 from .rope_tables import RopeTables
 
 
@@ -153,6 +154,7 @@ def vq_decode_attention_cuda(
         ctypes.c_int(sinks),
         ctypes.c_int(k_window.shape[2] - sinks),
         *strides,
+        overlap=overlaps(device),
     )
     return out
 
