@@ -210,9 +210,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     const float* __restrict__ mirror_cos, const float* __restrict__ mirror_sin,  // [8, 64], distances 0.5, 1.5, ...
     const u32* __restrict__ mirror_half,                                         // the same as fp16 [2, 8, 64]
     float* scratch, int* counters, u16* out,
-    float scale, int batch, int sinks, int ring,
-    i64 stride_qb, i64 stride_qh, i64 stride_cb, u32 stride_cp,                  // codes: keys and values alike
-    i64 stride_wb, i64 stride_wh, i64 stride_ws)                                 // the window: keys and values alike
+    float scale, int batch, int sinks, int ring,  // strides of codes and window: of keys and values alike
+    i64 stride_qb, i64 stride_qh,
+    i64 stride_cb, u32 stride_cp, i64 stride_wb, i64 stride_wh, i64 stride_ws)
 {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 barrier = (u32)__cvta_generic_to_shared(smem + SMEM_BYTES - 16);
