@@ -11,6 +11,7 @@ from .elementwise_triton import _silu_product
 # Per program: 4 rows of the matrix, 1024 elements of each at a time, 16 bytes of bf16 per thread and row. Then x is laid
 # out as the weights are (no exchange between threads), and even 2048 outputs are 512 programs.
 ROWS, WARPS = 4, 4
+PREFETCH = True
 
 
 def few_rows_linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -32,7 +33,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, columns: int, glu: bool, row
     _few_rows_kernel[len(x), triton.cdiv(columns, rows)](
         x, weight, out, x.stride(0), weight.stride(0), columns,
         SIZE=size, ROWS=rows, BLOCK=min(256 * warps, triton.next_power_of_2(size)), GLU=glu,
-        EVEN=columns % rows == 0, LINES=_lines(weight, rows), num_warps=warps, **overlap_options(x.device),
+        EVEN=columns % rows == 0, LINES=_lines(weight, rows) if PREFETCH else 0, num_warps=warps, **overlap_options(x.device),
     )  # fmt: skip
     return out
 
@@ -54,8 +55,9 @@ def _few_rows_kernel(
     if OVERLAP:
         # The weights set out while the kernel before is still computing x.
         first_row = tl.program_id(1) * ROWS
-        _prefetch(weight, first_row, columns, stride_w, ROWS, LINES)
-        if GLU:
+        if LINES > 0:
+            _prefetch(weight, first_row, columns, stride_w, ROWS, LINES)
+        if GLU and LINES > 0:
             _prefetch(weight + columns.to(tl.int64) * stride_w, first_row, columns, stride_w, ROWS, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -48,6 +48,7 @@ typedef unsigned long long u64;
 #define PARTS(coded) ((coded) >= 3072 && (coded) < 7168 ? 1 : 2)  // log2
 #define HEADROOM 4.0f         // log2: weights stay below 2^4, far from the limits of fp16
 
+#define MERGE 24              // slices of a row that are merged at a time
 #define BUFFERS 2             // shared rows whose parts may be under way at once
 #ifndef DEPTH
 #define DEPTH 3               // items on their way to shared memory
@@ -715,7 +716,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             for (;;) {
                 asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counters + here) : "memory");
                 if (arrived >= slices) break;
-                __nanosleep(32);  // others compute
+                if (batch >= TEAM) __nanosleep(32);  // others compute; a lonely row is to be ready at once
             }
             counters[here] = 0;
         }
@@ -723,14 +724,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         const float* from = scratch + here * slices * SLICE;
         float top = NONE, total = 0.0f;
         float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int i = lane; i < slices; i += 32) top = fmaxf(top, __ldcg(from + i * SLICE + DIM));
-        top = xor_max(xor_max(xor_max(xor_max(xor_max(top, 1), 2), 4), 8), 16);
-#pragma unroll 8
-        for (int i = 0; i < slices; i++) {
-            float f = exp2_(__ldcg(from + i * SLICE + DIM) - top);
-            float4 a = __ldcg((const float4*)(from + i * SLICE + 4 * lane));
-            total += f * __ldcg(from + i * SLICE + DIM + 1);
-            acc.x += f * a.x; acc.y += f * a.y; acc.z += f * a.z; acc.w += f * a.w;
+        // A lane has a slice's maximum and sum, and four channels of all slices: one latency for everything there is.
+        for (int first = 0; first < slices; first += MERGE, from += MERGE * SLICE) {
+            const int n = min(slices - first, MERGE);
+            const float maximum = lane < n ? __ldcg(from + lane * SLICE + DIM) : NONE;
+            float sum = lane < n ? __ldcg(from + lane * SLICE + DIM + 1) : 0.0f;
+            float4 a[MERGE];
+#pragma unroll
+            for (int i = 0; i < MERGE; i++)
+                a[i] = i < n ? __ldcg((const float4*)(from + i * SLICE + 4 * lane)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const float before = top;
+            top = fmaxf(top, xor_max(xor_max(xor_max(xor_max(xor_max(maximum, 1), 2), 4), 8), 16));
+            const float decay = exp2_(before - top), f = exp2_(maximum - top);
+            sum *= f;
+            total = total * decay + xor_add(xor_add(xor_add(xor_add(xor_add(sum, 1), 2), 4), 8), 16);
+            acc.x *= decay; acc.y *= decay; acc.z *= decay; acc.w *= decay;
+#pragma unroll
+            for (int i = 0; i < MERGE; i++) {
+                const float g = __shfl_sync(0xffffffffu, f, i);
+                acc.x += g * a[i].x; acc.y += g * a[i].y; acc.z += g * a[i].z; acc.w += g * a[i].w;
+            }
         }
         float inverse = total > 0.0f ? 1.0f / total : 0.0f;  // a row of length 0 gives zeros
         uint2 packed;
