@@ -33,7 +33,7 @@ def taken(monkeypatch):
     """The kernels that ran, on a machine that has all of them."""
     names = []
     monkeypatch.setattr(PUBLIC, "decode_pages_cuda_problem", lambda *sizes: None)
-    monkeypatch.setattr(PUBLIC, "copy_problem", lambda *sizes: None)
+    monkeypatch.setattr(PUBLIC, "copy_backend", lambda *sizes: "triton")
     for name in ("cuda", "triton"):
         monkeypatch.setattr(
             PUBLIC, f"vq_decode_pages_{name}", lambda *tensors, name=name: names.append((name, tensors))

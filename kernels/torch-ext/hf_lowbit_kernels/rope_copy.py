@@ -1,5 +1,7 @@
 """Keys of many tokens, rotated, and their values as they are, into the place where attention reads them."""
 
+import functools
+
 import torch
 
 from .on_device import on_device
@@ -113,16 +115,17 @@ def _refuse_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     raise ValueError(f"{name} is {tensor.dtype}; it needs the dtype of key, {dtype}.")
 
 
-def copy_problem(kernel, states: torch.Tensor, cos: torch.Tensor, head_dim: int) -> str | None:
-    """Why no Triton kernel copies states of that dtype, device and size, or None."""
-    problem = _triton_problem(kernel, states.device, states.dtype)
-    if problem is None and (head_dim > MAX_HEAD_DIM or cos.dtype not in MODEL_DTYPES):
-        problem = f"there is no kernel for head_dim {head_dim} (at most {MAX_HEAD_DIM}) with {cos.dtype} angles"
+@functools.cache  # asked for at every call, and CUDA answers slowly
+def copy_problem(kernel, device: torch.device, dtype: torch.dtype, angles: torch.dtype, head_dim: int) -> str | None:
+    """Why no Triton kernel copies states of that dtype, device and size with such angles, or None."""
+    problem = _triton_problem(kernel, device, dtype)
+    if problem is None and (head_dim > MAX_HEAD_DIM or angles not in MODEL_DTYPES):
+        problem = f"there is no kernel for head_dim {head_dim} (at most {MAX_HEAD_DIM}) with {angles} angles"
     return problem
 
 
 def copy_backend(kernel, states: torch.Tensor, cos: torch.Tensor, head_dim: int, backend: Backend) -> str:
     """ "triton" or "reference": what copies states of that dtype, device and size."""
-    problem = copy_problem(kernel, states, cos, head_dim)
+    problem = copy_problem(kernel, states.device, states.dtype, cos.dtype, head_dim)
     available = "triton" if problem is None else "reference"
     return _choose(backend, available, problem or "Triton kernel", states.device)

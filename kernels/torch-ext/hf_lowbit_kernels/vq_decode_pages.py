@@ -3,8 +3,8 @@
 import torch
 
 from .on_device import on_device
-from .ops import CHANNELS, Backend, _choose, _require
-from .rope_copy import check_angles, check_inner, copy_problem, turn
+from .ops import CHANNELS, Backend, _require
+from .rope_copy import check_angles, check_inner, copy_backend, turn
 from .vq_attention_cuda import is_entry_major
 from .vq_codes import vq_decode
 from .vq_decode_pages_cuda import decode_pages_cuda_problem, layout_problem, vq_decode_pages_cuda
@@ -88,8 +88,7 @@ def _backend(tensors: tuple[torch.Tensor, ...], channels: int, head_dim: int, ba
             return "cuda"
         if backend == "cuda":
             raise ValueError(f'backend="cuda" is not possible: {problem}. Use "auto" or "reference".')
-    problem = copy_problem(vq_decode_pages_triton, keys, cos, head_dim)
-    return _choose(backend, "triton" if problem is None else "reference", problem or "Triton kernel", keys.device)
+    return copy_backend(vq_decode_pages_triton, keys, cos, head_dim, backend)
 
 
 def _triton(k_codes, v_codes, k_table, v_table, cos, sin, keys, values) -> None:
