@@ -143,7 +143,7 @@ class LoopVQCache(Cache):
         self._max_cache_len = max_cache_len
         self.backend = self._choose_backend(backend, strict)
         self.ring = self.window + PAGE
-        self._layout = Layout(self.sinks, self.ring, self.spec.rotary, self.grouping)
+        self._layout = Layout(self.sinks, self.ring, self.spec.rotary, self.grouping, self.backend == "cuda")
         self._make_states = None
         if self.spec.cache_slots is not None:
             text_config = model.config.get_text_config(decoder=True)

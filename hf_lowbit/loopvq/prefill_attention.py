@@ -26,12 +26,16 @@ from .store import LayerStore
 
 @dataclass(frozen=True)
 class Layout:
-    """What a chunk has to know of the cache and the model: S, R, the model's rotary embedding, and who shares codes."""
+    """What a chunk has to know of the cache and the model: S, R, the model's rotary embedding, and who shares codes.
+
+    staged: tables are read in the layout that the CUDA kernels take; a cache that decodes with them keeps it anyway.
+    """
 
     sinks: int
     ring: int
     rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     grouping: Grouping
+    staged: bool = False
 
     def window_index(self, positions: torch.Tensor) -> torch.Tensor:
         """Where a position lives in the window: sinks first, then a ring."""
@@ -110,7 +114,8 @@ class Span:
         keys, values = key.new_empty(2, batch, heads, past + count, head_dim)
         if coded:
             codes = store.codes[step // self.layout.grouping.steps_per_code, :, self.rows, : coded // PAGE]
-            tables = codebook.table("key", step), codebook.table("value", step)
+            table = codebook.staged_table if self.layout.staged else codebook.table
+            tables = table("key", step), table("value", step)
             vq_decode_pages(*codes, *tables, *code_angles, keys[:, :, :coded], values[:, :, :coded])
         window = store.window[step, :, self.rows]
         rope_copy(window[0], *window_angles, keys[:, :, coded:past], window[1], values[:, :, coded:past], slots)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import ON_GPU
 
-from hf_lowbit_kernels import group_major, rope_copy, vq_decode, vq_decode_pages
+from hf_lowbit_kernels import entry_major, group_major, rope_copy, vq_decode, vq_decode_pages, vq_decode_pages_cuda
 
 
 BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.triton)]
@@ -77,6 +77,13 @@ PAGES = [
     (1, 2, 1, 256, 2, BF16, BF16, True),
     (2, 0, 1, 32, 2, FP32, FP32, True),
 ]
+# Of the CUDA kernel too: a part of a warp's page, pages for several blocks and rounds of warps, no whole share.
+PAGES += [
+    (1, 1, 2, 128, 4, FP16, FP16, True),
+    (2, 37, 1, 128, 4, BF16, BF16, False),
+    (2, 35, 1, 128, 8, FP16, FP16, False),
+    (2, 0, 1, 128, 8, BF16, BF16, True),
+]
 if ON_GPU:
     PAGES += [(1, 4096, 16, 128, 4, BF16, BF16, True), (3, 250, 16, 128, 8, BF16, BF16, True)]
 
@@ -93,12 +100,25 @@ def pages_problem(case, device):
     return codes[:, :, :pages], tables, cos, sin, whole
 
 
-@pytest.mark.parametrize("case", PAGES, ids=lambda case: "-".join(map(str, case)))
-@pytest.mark.parametrize("backend", BACKENDS)
+PAGE_RUNS = [
+    *(("reference", case) for case in PAGES),
+    *(pytest.param("triton", case, marks=pytest.mark.triton) for case in PAGES),
+    *(pytest.param("cuda", case, marks=pytest.mark.gpu) for case in PAGES if case[3] == 128),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"), PAGE_RUNS, ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else x
+)
 def test_pages_become_rotated_keys_and_values(backend, case, device):
+    problem = vq_decode_pages_cuda.decode_pages_cuda_problem(device, *case[3:7]) if backend == "cuda" else None
+    if problem is not None:
+        pytest.skip(problem)
     (k_codes, v_codes), (k_table, v_table), cos, sin, whole = pages_problem(case, device)
     count, dtype = cos.shape[1], whole.dtype
     keys, values = whole[:, :, :, :count]
+    if backend == "cuda":
+        k_table, v_table = entry_major(k_table), entry_major(v_table)
     vq_decode_pages(k_codes, v_codes, k_table, v_table, cos, sin, keys, values, backend=backend)
 
     def looked_up(codes, table):  # [B, H, 8 P, D]
@@ -114,6 +134,17 @@ def test_pages_become_rotated_keys_and_values(backend, case, device):
     assert (whole[:, :, :, count:] == 7).all()
 
 
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_the_memory_order_of_tables_changes_nothing(backend, device):
+    codes, tables, cos, sin, whole = pages_problem(PAGES[1], device)
+    states = []
+    for order in (torch.Tensor.contiguous, entry_major):
+        keys, values = torch.full_like(whole[:, :, :, : cos.shape[1]], float("nan"))
+        vq_decode_pages(*codes, *map(order, tables), cos, sin, keys, values, backend=backend)
+        states.append(torch.stack([keys, values]))
+    assert torch.equal(*states)
+
+
 def test_wrong_arguments_are_refused():
     device = torch.device("cpu")
     codes, tables, cos, sin, whole = pages_problem(PAGES[0], device)
@@ -126,7 +157,8 @@ def test_wrong_arguments_are_refused():
         ("k_codes", codes[0].int(), "k_codes has shape"),
         ("v_codes", codes[1][:, :-1], "v_codes has shape"),
         ("v_table", tables[1][..., :2], "k_table has shape"),
-        ("k_table", tables[0].float(), "contiguous torch.float16"),
+        ("k_table", tables[0].float(), "must be torch.float16, contiguous or entry-major"),
+        ("v_table", tables[1].flip(3).transpose(0, 2).contiguous().transpose(0, 2), "contiguous or entry-major"),
         ("cos", cos[:, 1:], "cos has shape"),
         ("sin", sin.float(), "they need one dtype"),
         ("keys", whole[0], "keys has shape"),

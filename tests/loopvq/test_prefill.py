@@ -1,5 +1,6 @@
 """Prompts in chunks: rows of equal lengths without masks, ragged ones row by row, both against one masked attention."""
 
+import dataclasses
 import functools
 import os
 
@@ -14,6 +15,8 @@ from hf_lowbit.loopvq import cache as cache_module
 from hf_lowbit.loopvq import prefill_attention
 from hf_lowbit.loopvq.prefill import EvenChunk
 from hf_lowbit.loopvq.prefill_ragged import RaggedChunk, real_columns
+from hf_lowbit_kernels import vq_decode_pages
+from hf_lowbit_kernels.vq_attention_cuda import is_entry_major
 
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
@@ -130,6 +133,23 @@ def test_kernels_change_nothing(dtype, make_coded_model, prompt, monkeypatch):
     logits = feed(model, LoopVQCache(model), ids, pieces)
     assert set(used) == {"rope_copy", "vq_decode_pages"}
     assert torch.equal(logits, expected)
+
+
+def test_a_cache_for_the_cuda_kernel_hands_over_the_tables_it_stages(make_coded_model, prompt, monkeypatch):
+    model = make_coded_model(num_hidden_layers=1)
+    ids = prompt(180).unsqueeze(0)
+    expected = feed(model, LoopVQCache(model, prefill_chunk_size=88), ids, [180])
+    staged = []
+
+    def spy(*tensors):
+        staged.extend(is_entry_major(table) for table in tensors[2:4])
+        vq_decode_pages(*tensors)
+
+    monkeypatch.setattr(prefill_attention, "vq_decode_pages", spy)
+    cache = LoopVQCache(model, prefill_chunk_size=88)
+    cache._layout = dataclasses.replace(cache._layout, staged=True)
+    assert torch.equal(feed(model, cache, ids, [180]), expected)
+    assert staged and all(staged)
 
 
 def test_padding_is_found_on_either_side():

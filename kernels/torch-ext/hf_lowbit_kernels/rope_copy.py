@@ -1,5 +1,7 @@
 """Keys of many tokens, rotated, and their values as they are, into the place where attention reads them."""
 
+import functools
+
 import torch
 
 from .on_device import on_device
@@ -41,26 +43,31 @@ def rope_copy(
     Raises:
         ValueError: shapes, dtypes or strides do not fit, or ``backend="triton"`` is impossible here.
     """
-    _require(key.dim() == 4 and key.shape[3] % 2 == 0, "key", key, "[B, H, m, D] with even D")
-    batch, heads, _, head_dim = key.shape
-    count = key.shape[2] if slots is None else len(slots)
-    shape = (batch, heads, count, head_dim)
-    _require(keys.shape == shape, "keys", keys, str(list(shape)))
+    if key.dim() != 4 or key.shape[3] % 2:
+        _require(False, "key", key, "[B, H, m, D] with even D")
+    batch, heads, count, head_dim = source = key.shape
+    if slots is not None:
+        if slots.dim() != 1 or slots.dtype != torch.int64 or not slots.is_contiguous():
+            _require(False, "slots", slots, "[n], contiguous torch.int64")
+        count = slots.shape[0]
+    shape, dtype = (batch, heads, count, head_dim), key.dtype
+    if keys.shape != shape:
+        _require(False, "keys", keys, str(list(shape)))
     if (value is None) != (values is None):
         raise ValueError("value and values must be given together, or neither.")
-    if value is not None:
-        _require(value.shape == key.shape, "value", value, f"{list(key.shape)}, as key")
-        _require(values.shape == shape, "values", values, str(list(shape)))
-    if slots is not None:
-        fits = slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
-        _require(fits, "slots", slots, "[n], contiguous torch.int64")
     check_angles(cos, sin, batch, count, head_dim)
-    tensors = {"key": key, "keys": keys, "cos": cos, "sin": sin}
-    tensors |= {} if value is None else {"value": value, "values": values}
-    check_inner(tensors)
-    for name in ("keys", "value", "values"):
-        if name in tensors and tensors[name].dtype != key.dtype:
-            raise ValueError(f"{name} is {tensors[name].dtype}; it needs the dtype of key, {key.dtype}.")
+    check_inner(key=key, keys=keys, cos=cos, sin=sin)
+    if keys.dtype != dtype:
+        _refuse_dtype("keys", keys, dtype)
+    if value is not None:
+        if value.shape != source:
+            _require(False, "value", value, f"{list(source)}, as key")
+        if values.shape != shape:
+            _require(False, "values", values, str(list(shape)))
+        check_inner(value=value, values=values)
+        for name, tensor in (("value", value), ("values", values)):
+            if tensor.dtype != dtype:
+                _refuse_dtype(name, tensor, dtype)
     kernel = copy_backend(rope_copy_triton, key, cos, head_dim, backend) == "triton"
     run = on_device(rope_copy_triton, key.device) if kernel else rope_copy_reference
     run(key, cos, sin, keys, value, values, slots)
@@ -92,22 +99,33 @@ def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 def check_angles(cos: torch.Tensor, sin: torch.Tensor, batch: int, count: int, head_dim: int) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
-        fits = table.dim() == 3 and table.shape[0] in (1, batch) and table.shape[1:] == (count, head_dim)
-        _require(fits, name, table, f"[1 or {batch}, {count}, {head_dim}]")
+        if table.shape != (1, count, head_dim) and table.shape != (batch, count, head_dim):
+            _require(False, name, table, f"[1 or {batch}, {count}, {head_dim}]")
     if cos.dtype != sin.dtype:
         raise ValueError(f"cos is {cos.dtype} and sin {sin.dtype}; they need one dtype.")
 
 
-def check_inner(tensors: dict[str, torch.Tensor]) -> None:
+def check_inner(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; the last dimension must be contiguous.")
+
+
+def _refuse_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    raise ValueError(f"{name} is {tensor.dtype}; it needs the dtype of key, {dtype}.")
+
+
+@functools.cache  # asked for at every call, and CUDA answers slowly
+def copy_problem(kernel, device: torch.device, dtype: torch.dtype, angles: torch.dtype, head_dim: int) -> str | None:
+    """Why no Triton kernel copies states of that dtype, device and size with such angles, or None."""
+    problem = _triton_problem(kernel, device, dtype)
+    if problem is None and (head_dim > MAX_HEAD_DIM or angles not in MODEL_DTYPES):
+        problem = f"there is no kernel for head_dim {head_dim} (at most {MAX_HEAD_DIM}) with {angles} angles"
+    return problem
 
 
 def copy_backend(kernel, states: torch.Tensor, cos: torch.Tensor, head_dim: int, backend: Backend) -> str:
     """ "triton" or "reference": what copies states of that dtype, device and size."""
-    problem = _triton_problem(kernel, states.device, states.dtype)
-    if problem is None and (head_dim > MAX_HEAD_DIM or cos.dtype not in MODEL_DTYPES):
-        problem = f"there is no kernel for head_dim {head_dim} (at most {MAX_HEAD_DIM}) with {cos.dtype} angles"
+    problem = copy_problem(kernel, states.device, states.dtype, cos.dtype, head_dim)
     available = "triton" if problem is None else "reference"
     return _choose(backend, available, problem or "Triton kernel", states.device)

@@ -1,5 +1,7 @@
 """Keys, rotated, and values into place: Triton kernel."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -20,27 +22,34 @@ def rope_copy_triton(
     batch, heads, count, head_dim = keys.shape
     if keys.numel() == 0:
         return
-    half, valued = head_dim // 2, value is not None
-    block = triton.next_power_of_2(half)
-    tokens = max(8, min(64, 2048 // block))
+    valued = value is not None
+    block, tokens = _tile(head_dim)
     value, values = (value, values) if valued else (key, keys)
-    _rope_copy_kernel[triton.cdiv(count, tokens), heads, batch](
+    _rope_copy_kernel[-(-count // tokens), heads, batch](
         key, value, cos, sin, keys, values, slots if slots is not None else cos, count,
         *key.stride()[:3], *value.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
         *angle_strides(cos), *angle_strides(sin),
-        HALF=half, BLOCK=block, TOKENS=tokens, VALUED=valued, GATHER=slots is not None, ROUND=rounds(keys, cos),
+        HALF=head_dim // 2, BLOCK=block, TOKENS=tokens, VALUED=valued, GATHER=slots is not None, ROUND=rounds(keys, cos),
         num_warps=4, **ROUND_EACH,
     )  # fmt: skip
 
 
+@functools.cache
+def _tile(head_dim: int) -> tuple[int, int]:
+    """Channels of a half, padded, and tokens of a program."""
+    block = triton.next_power_of_2(head_dim // 2)
+    return block, max(8, min(64, 2048 // block))
+
+
 def angle_strides(table: torch.Tensor) -> tuple[int, int]:
     """Of a ``[B or 1, n, D]`` table over rows and tokens."""
-    return (table.stride(0) if table.shape[0] > 1 else 0), table.stride(1)
+    row, token, _ = table.stride()
+    return (row if table.shape[0] > 1 else 0), token
 
 
 def rounds(states: torch.Tensor, cos: torch.Tensor) -> bool:
     """Whether products and sum round to the states' dtype, and not only the result: PyTorch promotes other angles."""
-    return torch.promote_types(states.dtype, cos.dtype) == states.dtype
+    return states.dtype == cos.dtype or torch.promote_types(states.dtype, cos.dtype) == states.dtype
 
 
 @triton.jit

@@ -5,7 +5,9 @@ import torch
 from .on_device import on_device
 from .ops import CHANNELS, Backend, _require
 from .rope_copy import check_angles, check_inner, copy_backend, turn
+from .vq_attention_cuda import is_entry_major
 from .vq_codes import vq_decode
+from .vq_decode_pages_cuda import decode_pages_cuda_problem, layout_problem, vq_decode_pages_cuda
 
 
 try:
@@ -33,38 +35,65 @@ def vq_decode_pages(
     Entries round to the dtype of ``keys``, then RoPE as in `rope_copy`.
 
     Args:
-        k_codes, v_codes: uint8 ``[B, P, H, 8, NG]``, any strides; keys before RoPE.
-        k_table, v_table: fp16 ``[H, NG, 256, c]`` contiguous, ``NG * c = D`` even; c is 1, 2, 4, 8, 16 or 32.
+        k_codes, v_codes: uint8 ``[B, P, H, 8, NG]``, any strides; keys before RoPE. The CUDA kernel needs them
+            `group_major`.
+        k_table, v_table: fp16 ``[H, NG, 256, c]``, ``NG * c = D`` even; c is 1, 2, 4, 8, 16 or 32. Contiguous or, needed
+            by the CUDA kernel (the Triton kernel gets a contiguous copy of them), `entry_major`.
         cos, sin: ``[B or 1, 8 P, D]`` bf16, fp16 or fp32, innermost contiguous.
         keys, values: ``[B, H, 8 P, D]`` bf16, fp16 or fp32, innermost contiguous, changed in place.
-        backend: "auto" runs the Triton kernel on CUDA, else the reference.
+        backend: "auto" runs the CUDA kernel on Hopper GPUs for D = 128, c of 4 or 8, bf16 or fp16 with angles of the same
+            dtype, both layouts above, contiguous tokens (the rows of ``[n, D]``) and strides of keys like those of values,
+            all in whole pieces of 16 bytes; else the Triton kernel on CUDA, else the reference.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit, or ``backend="triton"`` is impossible here.
+        ValueError: shapes, dtypes or strides do not fit, or the backend that was asked for is impossible here.
     """
-    _require(k_table.dim() == 4 and k_table.shape == v_table.shape, "k_table", k_table, "[H, NG, 256, c], as v_table")
+    if not (k_table.dim() == 4 and k_table.shape == v_table.shape):
+        _require(False, "k_table", k_table, "[H, NG, 256, c], as v_table")
     heads, groups, entries, channels = k_table.shape
     head_dim = groups * channels
     if entries != 256 or channels not in CHANNELS or head_dim % 2:
         raise ValueError(f"k_table has shape {tuple(k_table.shape)}; allowed is [H, D / c, 256, c], c in {CHANNELS}.")
     for name, table in (("k_table", k_table), ("v_table", v_table)):
-        if table.dtype != torch.float16 or not table.is_contiguous():
-            raise ValueError(f"{name} must be contiguous torch.float16, got {table.dtype}, strides {table.stride()}.")
-    _require(k_codes.dim() == 5, "k_codes", k_codes, f"[B, P, {heads}, 8, {groups}]")
+        if table.dtype != torch.float16 or not (table.is_contiguous() or is_entry_major(table)):
+            raise ValueError(
+                f"{name} must be torch.float16, contiguous or entry-major, got {table.dtype}, strides {table.stride()}."
+            )
+    if k_codes.dim() != 5:
+        _require(False, "k_codes", k_codes, f"[B, P, {heads}, 8, {groups}]")
     batch, pages = k_codes.shape[:2]
     for name, codes in (("k_codes", k_codes), ("v_codes", v_codes)):
-        fits = codes.shape == (batch, pages, heads, 8, groups) and codes.dtype == torch.uint8
-        _require(fits, name, codes, f"[{batch}, {pages}, {heads}, 8, {groups}] torch.uint8")
+        if codes.shape != (batch, pages, heads, 8, groups) or codes.dtype != torch.uint8:
+            _require(False, name, codes, f"[{batch}, {pages}, {heads}, 8, {groups}] torch.uint8")
     for name, states in (("keys", keys), ("values", values)):
-        fits = states.shape == (batch, heads, 8 * pages, head_dim)
-        _require(fits, name, states, f"[{batch}, {heads}, {8 * pages}, {head_dim}]")
+        if states.shape != (batch, heads, 8 * pages, head_dim):
+            _require(False, name, states, f"[{batch}, {heads}, {8 * pages}, {head_dim}]")
     if keys.dtype != values.dtype:
         raise ValueError(f"keys are {keys.dtype} and values {values.dtype}; they need one dtype.")
     check_angles(cos, sin, batch, 8 * pages, head_dim)
-    check_inner({"cos": cos, "sin": sin, "keys": keys, "values": values})
-    kernel = copy_backend(vq_decode_pages_triton, keys, cos, head_dim, backend) == "triton"
-    run = on_device(vq_decode_pages_triton, keys.device) if kernel else vq_decode_pages_reference
-    run(k_codes, v_codes, k_table, v_table, cos, sin, keys, values)
+    check_inner(cos=cos, sin=sin, keys=keys, values=values)
+    tensors = (k_codes, v_codes, k_table, v_table, cos, sin, keys, values)
+    run = {"cuda": vq_decode_pages_cuda, "triton": _triton, "reference": vq_decode_pages_reference}
+    run[_backend(tensors, channels, head_dim, backend)](*tensors)
+
+
+def _backend(tensors: tuple[torch.Tensor, ...], channels: int, head_dim: int, backend: Backend) -> str:
+    """ "cuda", "triton" or "reference"."""
+    cos, keys = tensors[4], tensors[6]
+    if backend in ("auto", "cuda"):
+        problem = decode_pages_cuda_problem(keys.device, head_dim, channels, keys.dtype, cos.dtype)
+        if problem is None:
+            problem = layout_problem(*tensors)
+        if problem is None:
+            return "cuda"
+        if backend == "cuda":
+            raise ValueError(f'backend="cuda" is not possible: {problem}. Use "auto" or "reference".')
+    return copy_backend(vq_decode_pages_triton, keys, cos, head_dim, backend)
+
+
+def _triton(k_codes, v_codes, k_table, v_table, cos, sin, keys, values) -> None:
+    run = on_device(vq_decode_pages_triton, keys.device)
+    run(k_codes, v_codes, k_table.contiguous(), v_table.contiguous(), cos, sin, keys, values)
 
 
 def vq_decode_pages_reference(

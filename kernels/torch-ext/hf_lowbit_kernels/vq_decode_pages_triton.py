@@ -1,5 +1,6 @@
 """Pages of codes become rotated keys, and values: Triton kernel."""
 
+import functools
 import math
 
 import torch
@@ -32,19 +33,25 @@ def vq_decode_pages_triton(
         return
     groups, _, channels = k_table.shape[1:]
     half = head_dim // 2
-    # Widest run of channels that lies inside one entry and inside one half: loaded and stored as a whole.
-    run = math.gcd(channels, half)
-    runs = triton.next_power_of_2(half // run)
-    tokens = max(8, min(64, 2048 // (run * runs)))
-    tiles = triton.cdiv(count, tokens)
-    per_program = min(MOST_TILES, triton.next_power_of_2(triton.cdiv(2 * batch * heads * tiles, PROGRAMS)))
-    _decode_pages_kernel[triton.cdiv(tiles, per_program), 2 * heads, batch](
+    run, runs, tokens = _tile(channels, half)
+    tiles = -(-count // tokens)
+    per_program = min(MOST_TILES, triton.next_power_of_2(-(-2 * batch * heads * tiles // PROGRAMS)))
+    _decode_pages_kernel[-(-tiles // per_program), 2 * heads, batch](
         k_codes, v_codes, k_table, v_table, cos, sin, keys, values, count,
         *k_codes.stride(), *v_codes.stride(), *angle_strides(cos), *angle_strides(sin),
         *keys.stride()[:3], *values.stride()[:3],
         GROUPS=groups, C=channels, HALF=half, RUN=run, RUNS=half // run, RUNS_PAD=runs, TOKENS=tokens,
         TILES=per_program, ROUND=rounds(keys, cos), num_warps=8, **ROUND_EACH,
     )  # fmt: skip
+
+
+@functools.cache
+def _tile(channels: int, half: int) -> tuple[int, int, int]:
+    """Channels of a run, runs of a half, padded, and tokens."""
+    # Widest run of channels that lies inside one entry and inside one half: loaded and stored as a whole.
+    run = math.gcd(channels, half)
+    runs = triton.next_power_of_2(half // run)
+    return run, runs, max(8, min(64, 2048 // (run * runs)))
 
 
 @triton.jit
