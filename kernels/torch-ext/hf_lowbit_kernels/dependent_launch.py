@@ -1,9 +1,9 @@
 """Launches that overlap the end of the kernel before them (programmatic dependent launch, Hopper and newer).
 
-A decode step is hundreds of kernels of some microseconds each. Launched this way, a kernel is on the chip, with its weights
-or tables on their way, when the one before it ends: it first touches only what no kernel of the step writes, and then waits
-(``griddepcontrol.wait``) until everything before it is complete. It lets its own successor in only after that, so that at
-most two kernels overlap.
+A decode step is hundreds of kernels of some microseconds each. Launched this way, a kernel is on the chip, with norm weights
+or codebooks on their way, when the one before it ends: it first touches only what no kernel of the step writes, and then
+waits (``griddepcontrol.wait``) until everything before it is complete. It lets its own successor in only after that, so that
+at most two kernels overlap. Matrices are not fetched ahead: doing so took longer than it saved.
 """
 
 import functools

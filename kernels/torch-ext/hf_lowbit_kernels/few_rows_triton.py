@@ -11,7 +11,6 @@ from .elementwise_triton import _silu_product
 # Per program: 4 rows of the matrix, 1024 elements of each at a time, 16 bytes of bf16 per thread and row. Then x is laid
 # out as the weights are (no exchange between threads), and even 2048 outputs are 512 programs.
 ROWS, WARPS = 4, 4
-PREFETCH = True
 
 
 def few_rows_linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -33,32 +32,21 @@ def _product(x: torch.Tensor, weight: torch.Tensor, columns: int, glu: bool, row
     _few_rows_kernel[len(x), triton.cdiv(columns, rows)](
         x, weight, out, x.stride(0), weight.stride(0), columns,
         SIZE=size, ROWS=rows, BLOCK=min(256 * warps, triton.next_power_of_2(size)), GLU=glu,
-        EVEN=columns % rows == 0, LINES=_lines(weight, rows) if PREFETCH else 0, num_warps=warps, **overlap_options(x.device),
+        EVEN=columns % rows == 0, num_warps=warps, **overlap_options(x.device),
     )  # fmt: skip
     return out
-
-
-def _lines(weight: torch.Tensor, rows: int) -> int:
-    """Pieces of 128 bytes in a program's rows, rounded up to a power of two."""
-    return triton.next_power_of_2(rows * triton.cdiv(weight.shape[1] * weight.element_size(), 128))
 
 
 @triton.jit
 def _few_rows_kernel(
     x, weight, out, stride_x, stride_w, columns,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GLU: tl.constexpr, EVEN: tl.constexpr,
-    LINES: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS outputs of one row of x. Rows come first in the grid: those that share weights run side by side."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if OVERLAP:
-        # The weights set out while the kernel before is still computing x.
-        first_row = tl.program_id(1) * ROWS
-        if LINES > 0:
-            _prefetch(weight, first_row, columns, stride_w, ROWS, LINES)
-        if GLU and LINES > 0:
-            _prefetch(weight + columns.to(tl.int64) * stride_w, first_row, columns, stride_w, ROWS, LINES)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     inner = tl.arange(0, BLOCK)
@@ -78,20 +66,6 @@ def _few_rows_kernel(
     if GLU:
         result = _silu_product(result, tl.sum(second, 1).to(out.dtype.element_ty))
     tl.store(out + row * columns + column, result, mask=column < columns)
-
-
-@triton.jit
-def _prefetch(weight, first, columns, stride, ROWS: tl.constexpr, LINES: tl.constexpr):
-    """ROWS rows of a matrix to L2."""
-    PER_ROW: tl.constexpr = LINES // ROWS
-    SIZE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    line = tl.arange(0, LINES)
-    row = tl.minimum(first + line // PER_ROW, columns - 1).to(tl.int64)
-    # Lines behind the end of a row are the last one again.
-    at = weight + row * stride + tl.minimum(line % PER_ROW * SIZE, stride - SIZE)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -397,6 +397,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             sines[s][e] = x.x; sines[s][e + 1] = x.y;
         }
     }
+#if C == 8
+    float step_cos[C], step_sin[C];  // rotation to the next span; for c = 4 no registers are left
+    load_row(step_cos, offset_cos + 16 * HALF + in_half);
+    load_row(step_sin, offset_sin + 16 * HALF + in_half);
+#endif
     // Column n of the sums is token n (and n + 8; with c = 8: n % 4 and n % 4 + 4) of the span.
     u32 ones[SPAN / 2];
 #pragma unroll
@@ -599,9 +604,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                     product[before] = p0;
                     product[after] = p1;
                 }
+#if C == 4
                 float step_cos[C], step_sin[C];  // rotation to the next span
                 load_shared(step_cos, offsets + 10 * 4 * HALF);
                 load_shared(step_sin, offsets + (OFFSETS + 10) * 4 * HALF);
+#endif
 #pragma unroll
                 for (int e = 0; e < C; e++) {
                     float u1 = u[e] * step_cos[e] + w[e] * step_sin[e];
