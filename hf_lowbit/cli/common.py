@@ -134,6 +134,12 @@ def check_output_folder(output: Path, overwrite: bool) -> None:
             f"--output {output} holds something that is no hf_lowbit artifact, and --overwrite would delete it; choose "
             "another folder, or remove this one yourself"
         )
+    # The artifact is built beside the output, after the model was loaded and fitted: too late to hear of this.
+    above = next(folder for folder in output.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"--output {output} cannot be created: {above} is no folder that you may write to; choose another place"
+        )
 
 
 def _is_artifact(folder: Path) -> bool:

@@ -114,6 +114,15 @@ def test_output_that_is_taken(base, run, tmp_path):
     assert status == 2 and "no hf_lowbit artifact" in err and "config.json" in names(tmp_path / "model")
 
 
+def test_output_that_cannot_be_made_is_known_before_the_model_is_loaded(base, run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    status, _, err = run("calibrate", tmp_path / "absent", *arguments(base, tmp_path / "file" / "a" / "out")[2:])
+    assert status == 2 and "is no folder that you may write to" in err and "absent" not in err
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    status, _, err = run("calibrate", tmp_path / "absent", *arguments(base, tmp_path / "new" / "out")[2:])
+    assert status == 2 and f"{tmp_path} is no folder that you may write to" in err
+
+
 def test_overwriting_an_artifact_with_the_permissions_of_the_umask(base, artifact, run, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(artifact, output)
