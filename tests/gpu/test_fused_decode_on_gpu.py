@@ -13,6 +13,7 @@ from loopvq_models import build_model, random_codebooks  # noqa: E402
 
 from hf_lowbit import LoopVQCache, LoopVQConfig  # noqa: E402
 from hf_lowbit.compat import CACHE_ARG  # noqa: E402
+from hf_lowbit_kernels import dependent_launch  # noqa: E402
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -57,6 +58,15 @@ def test_replayed_steps_equal_eager_ones():
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     again, other = steps(model, "auto", cuda_graphs=True)
     assert torch.equal(again, found) and model.model.fused_decode.packings == 4
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_overlapping_launches_change_no_bit(cuda_graphs, monkeypatch):
+    model = coded_model()
+    overlapped, _ = steps(model, "auto", cuda_graphs=cuda_graphs)
+    monkeypatch.setattr(dependent_launch, "_possible", lambda device: False)
+    one_by_one, _ = steps(model, "auto", cuda_graphs=cuda_graphs)
+    assert torch.equal(overlapped, one_by_one)
 
 
 def test_a_moved_model_is_merged_and_captured_again():
