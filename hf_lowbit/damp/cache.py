@@ -260,6 +260,7 @@ class DAMPStateCache(StepCache):
             self._check_finite()
         return out
 
+    @torch.compiler.disable  # reads on the host; without it a compiled model says so at length
     def _check_finite(self) -> None:
         """One synchronization per prefill chunk, none per decode step."""
         flags = [layer.finite for layer in self.delta_layers]
