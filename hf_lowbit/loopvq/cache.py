@@ -252,6 +252,8 @@ class LoopVQCache(Cache):
     def run(self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, forward_chunk) -> dict:
         """See :meth:`hf_lowbit.protocols.KVAttention.run`; prompts longer than ``prefill_chunk_size`` go in chunks."""
         batch, count, _ = inputs_embeds.shape
+        if batch == 0:
+            raise ValueError("the batch has no rows; pass at least one.")
         valid = self._valid_columns(attention_mask, batch, count)
         if self._chunk is not None:
             raise RuntimeError(

@@ -10,6 +10,14 @@ from hf_lowbit_kernels import cuda_module, overlapping_launches
 from hf_lowbit_kernels.dependent_launch import overlap_options, overlaps
 
 
+def triton_knows_them():
+    try:
+        from triton.language.extra.cuda import gdc_wait  # noqa: F401
+    except ImportError:
+        return False
+    return torch.version.hip is None
+
+
 def test_only_inside_and_only_where_devices_know_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 0 else (8, 0))
     hopper, ampere = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -20,6 +28,7 @@ def test_only_inside_and_only_where_devices_know_it(monkeypatch):
         assert not overlaps(hopper)
         with overlapping_launches():
             possible = overlaps(hopper)
+            assert possible == triton_knows_them()
             with overlapping_launches():
                 pass
             assert overlaps(hopper) == possible  # leaving the inner one does not end the outer one

@@ -90,6 +90,8 @@ def test_wrong_arguments_are_refused():
         ("key", key._replace(half_norms=key.half_norms[:1]), "half_norms"),
         ("rows", rows.int(), "rows has shape"),
         ("slots", slots[:, :7], "slots has shape"),
+        ("slots", slots.to("meta"), "slots is on meta and window on cpu"),
+        ("key", key._replace(tables=key.tables.to("meta")), "tables is on meta"),
     ):
         with pytest.raises(ValueError, match=message):
             vq_encode_pages(**{**good, name: wrong})

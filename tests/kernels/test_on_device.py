@@ -48,7 +48,7 @@ def encode_pages():
 def attention():
     codes, table = tensor(2, 3, 3, 8, 2, dtype=torch.uint8), tensor(*TABLES[1:], dtype=torch.float16)
     window, counts = tensor(2, 3, 80, 8), tensor(2, dtype=torch.int32)
-    rope = build_rope_tables(torch.ones(4), 100, offset=8)
+    rope = build_rope_tables(torch.ones(4), 100, offset=8, device="cuda:1")
     kernels.vq_decode_attention(
         tensor(2, 3, 8), codes, codes, table, table, window, window, counts, counts, rope, 1.0, max_coded=8
     )

@@ -156,26 +156,35 @@ def test_wrong_arguments_are_refused():
     for name, wrong, message in (
         ("k_codes", codes[0].int(), "k_codes has shape"),
         ("v_codes", codes[1][:, :-1], "v_codes has shape"),
-        ("v_table", tables[1][..., :2], "k_table has shape"),
+        ("v_table", tables[1][..., :2], r"shape of v_table, which is \(2, 16, 256, 2\)"),
         ("k_table", tables[0].float(), "must be torch.float16, contiguous or entry-major"),
         ("v_table", tables[1].flip(3).transpose(0, 2).contiguous().transpose(0, 2), "contiguous or entry-major"),
         ("cos", cos[:, 1:], "cos has shape"),
         ("sin", sin.float(), "they need one dtype"),
         ("keys", whole[0], "keys has shape"),
         ("values", values.float(), "they need one dtype"),
+        ("v_table", tables[1].to("meta"), "v_table is on meta and keys on cpu; move both"),
         ("values", values.transpose(1, 3).contiguous().transpose(1, 3), "last dimension must be contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
             vq_decode_pages(**{**good, name: wrong})
+    for others, message in (
+        (dict(keys=keys.int(), values=values.int()), "keys are torch.int32 .* need one dtype, bf16"),
+        (dict(cos=cos.int(), sin=sin.int()), "cos is torch.int32 .* need one dtype, bf16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vq_decode_pages(**{**good, **others})
     good = dict(key=keys, cos=cos, sin=sin, keys=torch.empty_like(keys), value=values, values=torch.empty_like(values))
     for name, wrong, message in (
         ("key", keys[0], "key has shape"),
+        ("key", keys.int(), "key has shape .* torch.int32, .* expected .* bf16"),
         ("keys", keys[:, :, 1:], "keys has shape"),
         ("values", None, "together, or neither"),
         ("value", values[:, :1], "value has shape"),
         ("values", torch.empty(values.shape), "needs the dtype of key"),
         ("sin", sin[:, :3], "sin has shape"),
         ("slots", torch.zeros(72), "slots has shape"),
+        ("slots", torch.zeros(72, dtype=torch.int64, device="meta"), "slots is on meta and key on cpu; move both"),
     ):
         with pytest.raises(ValueError, match=message):
             rope_copy(**{**good, name: wrong})

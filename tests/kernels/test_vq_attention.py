@@ -206,6 +206,8 @@ def test_cuda_graph_replay_follows_new_lengths(device):
         ({"lengths": torch.tensor([1])}, "lengths must be contiguous int32"),
         ({"k_codes": torch.zeros(2, 1, 2, 8, 4, dtype=torch.uint8)}, r"k_codes has .* expected \[2, P, 2, 8, 16\]"),
         ({"k_table": torch.zeros(2, 16, 256, 4)}, "k_table must be torch.float16, contiguous or entry-major"),
+        ({"v_table": torch.zeros(2, 8, 256, 8)}, r"the shape of v_table, which is \(2, 8, 256, 8\)"),
+        ({"n_coded": torch.ones(2, dtype=torch.int32, device="meta")}, "n_coded is on meta and query on cpu"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

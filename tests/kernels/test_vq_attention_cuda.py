@@ -55,15 +55,43 @@ def test_what_does_not_compile_is_not_offered(hopper, monkeypatch):
     assert "does not compile" in problem
 
 
-@pytest.mark.parametrize("elements, heads, splits", [(16, 2, 64), (32, 40, 3), (16, 200, 1)])
-def test_a_launch_fits_the_source(hopper, elements, heads, splits):
-    case = replace(BASE, head_dim=128, dtype=torch.bfloat16, elements=elements, heads=heads, lengths=(100, 90))
+def staged_inputs(**changes):
+    """As a cache lays them out for the kernel."""
+    case = replace(BASE, **{**dict(head_dim=128, dtype=torch.bfloat16, lengths=(100, 90)), **changes})
     inputs = attention_inputs(case, torch.device("cpu"))
     for name in ("k_codes", "v_codes"):
         inputs[name] = group_major(inputs[name])
     for name in ("k_table", "v_table"):
         inputs[name] = entry_major(inputs[name])
-    vq_attention_cuda.vq_decode_attention_cuda(**inputs)
+    return inputs
+
+
+LAYOUTS = {
+    "tiles of 8, not 16": ("rope", lambda _: staged_inputs(tile=16)["rope"]),
+    "v_table is not entry-major": ("v_table", torch.Tensor.contiguous),
+    "k_codes and v_codes are not group-major": ("k_codes", torch.Tensor.contiguous),
+    "v_codes has strides": ("v_codes", lambda x: group_major(torch.cat([x, x], 1))[:, : x.shape[1]]),
+    "v_window has strides": ("v_window", lambda x: torch.cat([x, x], 2)[:, :, : x.shape[2]]),
+    "query does not begin": ("query", lambda x: torch.cat([x[..., :1], x], 2)[..., 1:]),
+    "the window is torch.float32 and torch.bfloat16, the query torch.bfloat16": ("k_window", torch.Tensor.float),
+}
+
+
+@pytest.mark.parametrize("problem", [None, *LAYOUTS])
+def test_other_layouts_and_dtypes_are_refused(problem):
+    """The kernel gets addresses: what lies otherwise would be read as something else."""
+    inputs = staged_inputs()
+    if problem is not None:
+        name, change = LAYOUTS[problem]
+        inputs[name] = change(inputs[name])
+    names = "query", "k_codes", "v_codes", "k_table", "v_table", "k_window", "v_window", "rope"
+    found = vq_attention_cuda.cuda_layout_problem(*(inputs[name] for name in names))
+    assert found is None if problem is None else problem in found
+
+
+@pytest.mark.parametrize("elements, heads, splits", [(16, 2, 64), (32, 40, 3), (16, 200, 1)])
+def test_a_launch_fits_the_source(hopper, elements, heads, splits):
+    vq_attention_cuda.vq_decode_attention_cuda(**staged_inputs(elements=elements, heads=heads))
     ((source, name, macros, _, shared), (grid, threads, *args)) = hopper[-1]
     macros = dict(macros)
     assert grid == (splits, heads, 1) and threads == macros["TEAMS"] * 128 and macros["CHANNELS"] == elements // 4

@@ -194,6 +194,14 @@ def test_errors_say_what_is_allowed():
         vq_encode(vectors, tables, norms[:1])
     with pytest.raises(ValueError, match="metric has shape"):
         vq_encode(vectors, tables, norms, torch.ones(4, 2, 32))
+    for metric in (torch.ones(4, 2, 64).half(), torch.ones(4, 64, 2).transpose(1, 2)):
+        with pytest.raises(ValueError, match=f"metric .*{metric.dtype}, strides .*contiguous torch.float32"):
+            vq_encode(vectors, tables, norms, metric)
+    for wrong in ((vectors, tables.to("meta"), norms), (vectors, tables, norms, torch.ones(4, 2, 64, device="meta"))):
+        with pytest.raises(ValueError, match="is on meta and vectors on cpu; move both to one device"):
+            vq_encode(*wrong)
+    with pytest.raises(ValueError, match="vectors has shape .* torch.int32"):
+        vq_encode(vectors.int(), tables, norms)
     with pytest.raises(ValueError, match='"cuda" is not possible: it is for bfloat16 and float16'):
         vq_encode(vectors, tables, norms, backend="cuda")
     with pytest.raises(ValueError, match='"cuda" is not possible: it is for'):

@@ -116,6 +116,34 @@ def test_a_row_on_its_way_alone_is_the_row_alone(make_coded_model, prompt, monke
     torch.testing.assert_close(logits[1:, 60:], alone, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["masked", "apart"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("chunk", [8, 88])
+def test_padded_rows_at_the_borders_of_pages_and_chunks_equal_the_rows_alone(
+    chunk, side, apart, make_coded_model, prompt, monkeypatch
+):
+    """One token; a whole chunk or page and one more; the first page to encode is due at 80 tokens. Then steps, and a turn."""
+    if apart:
+        monkeypatch.setattr(RaggedChunk, "_apart", lambda self, device: self._spans is not None)
+    model = make_coded_model(num_hidden_layers=1)
+    lengths, turn = (1, 8, 79, 80, 81, 88, 89), [1, 1, 1, 6]
+    rows = [torch.cat([prompt(n, seed=n), prompt(sum(turn), seed=100 + n)]) for n in lengths]
+    longest = max(lengths)
+    ids = torch.full((len(rows), longest + sum(turn)), 3)
+    mask = torch.ones_like(ids)
+    for i, (row, n) in enumerate(zip(rows, lengths)):
+        real = slice(longest - n, longest) if side == "left" else slice(0, n)
+        mask[i, :longest] = 0
+        mask[i, real], ids[i, real], ids[i, longest:] = 1, row[:n], row[n:]
+    together = LoopVQCache(model, prefill_chunk_size=chunk)
+    logits = feed(model, together, ids, [longest, *turn], mask)
+    for i, (row, n) in enumerate(zip(rows, lengths)):
+        alone = LoopVQCache(model, prefill_chunk_size=chunk)
+        expected = feed(model, alone, row[None], [n, *turn])
+        torch.testing.assert_close(logits[i][mask[i] != 0], expected[0], atol=5e-5, rtol=1e-4)
+        assert together.coded_tokens[i] == alone.coded_tokens[0]
+
+
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernels_change_nothing(dtype, make_coded_model, prompt, monkeypatch):

@@ -241,7 +241,9 @@ def _check_attention(
 ) -> None:  # fmt: skip
     _require(query.dim() == 3, "query", query, "[B, Hq, D]")
     batch, query_heads, head_dim = query.shape
-    _require(k_window.dim() == 4 and k_window.shape == v_window.shape, "k_window", k_window, "[B, H, S + R, D], as v")
+    v_shape = tuple(v_window.shape)
+    fits = k_window.dim() == 4 and k_window.shape == v_shape
+    _require(fits, "k_window", k_window, f"[B, H, S + R, D], the shape of v_window, which is {v_shape}")
     heads, slots = k_window.shape[1:3]
     window_shape = (batch, heads, slots, head_dim)
     _require(k_window.shape == window_shape, "k_window", k_window, f"[{batch}, H, S + R, {head_dim}]")
@@ -249,7 +251,9 @@ def _check_attention(
         raise ValueError(f"query has {query_heads} heads, which is no multiple of the {heads} kv heads.")
     if slots <= sinks:
         raise ValueError(f"k_window has {slots} slots; it needs more than the {sinks} sinks.")
-    _require(k_table.dim() == 4 and k_table.shape == v_table.shape, "k_table", k_table, "[H, NG, 256, c], as v_table")
+    v_shape = tuple(v_table.shape)
+    fits = k_table.dim() == 4 and k_table.shape == v_shape
+    _require(fits, "k_table", k_table, f"[H, NG, 256, c], the shape of v_table, which is {v_shape}")
     groups, entries, channels = k_table.shape[1:]
     if k_table.shape[0] != heads or entries != 256 or groups * channels != head_dim or channels not in CHANNELS:
         raise ValueError(
@@ -292,10 +296,15 @@ def _check_attention(
         raise ValueError(f"rope was built for head_dim {rope.offset_cos.shape[1] * 2}, the query has {head_dim}.")
     if num_splits is not None and num_splits < 1:
         raise ValueError(f"num_splits must be at least 1 or None, got {num_splits}.")
+    _require_one_device(
+        query=query, k_codes=k_codes, v_codes=v_codes, k_table=k_table, v_table=v_table, k_window=k_window,
+        v_window=v_window, lengths=lengths, n_coded=n_coded, rope=rope.base_cos,
+    )  # fmt: skip
 
 
 def _check_encode(vectors, tables, half_norms, metric=None) -> None:
-    _require(vectors.dim() == 4, "vectors", vectors, "[T_c, N, H, D]")
+    fits = vectors.dim() == 4 and vectors.is_floating_point()
+    _require(fits, "vectors", vectors, "[T_c, N, H, D] bf16, fp16 or fp32")
     _require(tables.dim() == 5, "tables", tables, "[T_c, H, NG, 256, c]")
     steps, _, heads, head_dim = vectors.shape
     groups, channels = tables.shape[2], tables.shape[4]
@@ -317,8 +326,18 @@ def _check_encode(vectors, tables, half_norms, metric=None) -> None:
     if metric is not None:
         fits = metric.shape == (steps, heads, head_dim) and metric.dtype == torch.float32 and metric.is_contiguous()
         _require(fits, "metric", metric, f"[{steps}, {heads}, {head_dim}], contiguous torch.float32")
+    _require_one_device(vectors=vectors, tables=tables, half_norms=half_norms, metric=metric)
 
 
 def _require(ok: bool, name: str, tensor: torch.Tensor, allowed: str) -> None:
     if not ok:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {allowed}.")
+        is_ = f"shape {tuple(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}"
+        raise ValueError(f"{name} has {is_}; expected {allowed}.")
+
+
+def _require_one_device(**tensors: torch.Tensor | None) -> None:
+    """All on the device of the first: the CUDA C++ kernels take addresses, and would read another device's as theirs."""
+    (first, like), *others = tensors.items()
+    for name, tensor in others:
+        if tensor is not None and tensor.device != like.device:
+            raise ValueError(f"{name} is on {tensor.device} and {first} on {like.device}; move both to one device.")

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from .on_device import on_device
-from .ops import MAX_HEAD_DIM, MODEL_DTYPES, Backend, _choose, _require, _triton_problem
+from .ops import MAX_HEAD_DIM, MODEL_DTYPES, Backend, _choose, _require, _require_one_device, _triton_problem
 
 
 try:
@@ -43,8 +43,8 @@ def rope_copy(
     Raises:
         ValueError: shapes, dtypes or strides do not fit, or ``backend="triton"`` is impossible here.
     """
-    if key.dim() != 4 or key.shape[3] % 2:
-        _require(False, "key", key, "[B, H, m, D] with even D")
+    if key.dim() != 4 or key.shape[3] % 2 or not key.is_floating_point():
+        _require(False, "key", key, "[B, H, m, D] bf16, fp16 or fp32 with even D")
     batch, heads, count, head_dim = source = key.shape
     if slots is not None:
         if slots.dim() != 1 or slots.dtype != torch.int64 or not slots.is_contiguous():
@@ -68,6 +68,7 @@ def rope_copy(
         for name, tensor in (("value", value), ("values", values)):
             if tensor.dtype != dtype:
                 _refuse_dtype(name, tensor, dtype)
+    _require_one_device(key=key, cos=cos, sin=sin, keys=keys, value=value, values=values, slots=slots)
     kernel = copy_backend(rope_copy_triton, key, cos, head_dim, backend) == "triton"
     run = on_device(rope_copy_triton, key.device) if kernel else rope_copy_reference
     run(key, cos, sin, keys, value, values, slots)
@@ -98,14 +99,16 @@ def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Te
 
 
 def check_angles(cos: torch.Tensor, sin: torch.Tensor, batch: int, count: int, head_dim: int) -> None:
+    """ValueError unless both are ``[1 or batch, count, head_dim]`` of one floating-point dtype."""
     for name, table in (("cos", cos), ("sin", sin)):
         if table.shape != (1, count, head_dim) and table.shape != (batch, count, head_dim):
             _require(False, name, table, f"[1 or {batch}, {count}, {head_dim}]")
-    if cos.dtype != sin.dtype:
-        raise ValueError(f"cos is {cos.dtype} and sin {sin.dtype}; they need one dtype.")
+    if cos.dtype != sin.dtype or not cos.is_floating_point():
+        raise ValueError(f"cos is {cos.dtype} and sin {sin.dtype}; they need one dtype, bf16, fp16 or fp32.")
 
 
 def check_inner(**tensors: torch.Tensor) -> None:
+    """ValueError unless the last dimension of each is contiguous."""
     for name, tensor in tensors.items():
         if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; the last dimension must be contiguous.")

@@ -79,6 +79,8 @@ def cuda_layout_problem(
     """Why the CUDA kernel does not take tensors that lie like these, or None."""
     if rope.tile != 8:
         return f"its RoPE tables have tiles of 8, not {rope.tile}"
+    if not query.dtype == k_window.dtype == v_window.dtype:
+        return f"the window is {k_window.dtype} and {v_window.dtype}, the query {query.dtype}; they must be the same"
     for name, table in (("k_table", k_table), ("v_table", v_table)):
         if not is_entry_major(table):
             return f"{name} is not entry-major (hf_lowbit_kernels.entry_major)"

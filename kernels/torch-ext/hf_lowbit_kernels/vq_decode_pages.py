@@ -3,7 +3,7 @@
 import torch
 
 from .on_device import on_device
-from .ops import CHANNELS, Backend, _require
+from .ops import CHANNELS, Backend, _require, _require_one_device
 from .rope_copy import check_angles, check_inner, copy_backend, turn
 from .vq_attention_cuda import is_entry_major
 from .vq_codes import vq_decode
@@ -49,7 +49,8 @@ def vq_decode_pages(
         ValueError: shapes, dtypes or strides do not fit, or the backend that was asked for is impossible here.
     """
     if not (k_table.dim() == 4 and k_table.shape == v_table.shape):
-        _require(False, "k_table", k_table, "[H, NG, 256, c], as v_table")
+        v_shape = tuple(v_table.shape)
+        _require(False, "k_table", k_table, f"[H, NG, 256, c], the shape of v_table, which is {v_shape}")
     heads, groups, entries, channels = k_table.shape
     head_dim = groups * channels
     if entries != 256 or channels not in CHANNELS or head_dim % 2:
@@ -68,10 +69,13 @@ def vq_decode_pages(
     for name, states in (("keys", keys), ("values", values)):
         if states.shape != (batch, heads, 8 * pages, head_dim):
             _require(False, name, states, f"[{batch}, {heads}, {8 * pages}, {head_dim}]")
-    if keys.dtype != values.dtype:
-        raise ValueError(f"keys are {keys.dtype} and values {values.dtype}; they need one dtype.")
+    if keys.dtype != values.dtype or not keys.is_floating_point():
+        raise ValueError(f"keys are {keys.dtype} and values {values.dtype}; they need one dtype, bf16, fp16 or fp32.")
     check_angles(cos, sin, batch, 8 * pages, head_dim)
     check_inner(cos=cos, sin=sin, keys=keys, values=values)
+    _require_one_device(
+        keys=keys, values=values, k_codes=k_codes, v_codes=v_codes, k_table=k_table, v_table=v_table, cos=cos, sin=sin
+    )
     tensors = (k_codes, v_codes, k_table, v_table, cos, sin, keys, values)
     run = {"cuda": vq_decode_pages_cuda, "triton": _triton, "reference": vq_decode_pages_reference}
     run[_backend(tensors, channels, head_dim, backend)](*tensors)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from .on_device import on_device
-from .ops import Backend, _check_encode, _choose, _require, attention_backend
+from .ops import Backend, _check_encode, _choose, _require, _require_one_device, attention_backend
 from .vq_encode_reference import vq_encode_reference
 
 
@@ -68,6 +68,7 @@ def vq_encode_pages(
     for name, index, shape in (("rows", rows, (count,)), ("pages", pages, (count,)), ("slots", slots, (count, 8))):
         fits = index.shape == shape and index.dtype == torch.int64 and index.is_contiguous()
         _require(fits, name, index, f"{list(shape)}, contiguous torch.int64")
+    _require_one_device(window=window, codes=codes, rows=rows, pages=pages, slots=slots)
     available, reason = attention_backend(window.device, 2, 1, window.dtype)
     if window.stride(-1) != 1:
         raise ValueError(f"window has strides {window.stride()}; the last dimension must be contiguous.")
