@@ -10,10 +10,10 @@ from .timing import Peak
 
 METHOD = """Random weights of the model's shape, caches filled with random states or codes, model.generate. tpot_ms is the median
 over means of 8 tokens (one step of 8 encodes a page), after all CUDA graphs are captured. bf16: the same model with the same
-fused layers and overlapping launches, keys rotated once at fixed addresses, exactly N tokens attended to by the fastest SDPA backend here, in a CUDA
-graph too. bf16 stock: the same with the layers' own small kernels. bf16 compiled: what transformers offers by itself,
-generate(cache_implementation="static"), which prefills the text and compiles the step. tpot_ratio is over bf16. peak_bytes is
-torch.cuda.max_memory_allocated above the weights (and above the codebooks, which belong to the model)."""
+fused layers and overlapping launches, keys rotated once at fixed addresses, exactly N tokens attended to by the fastest SDPA
+backend here, in a CUDA graph too. bf16 stock: the same with the layers' own small kernels. bf16 compiled: what transformers
+offers by itself, generate(cache_implementation="static"), which prefills the text and compiles the step. tpot_ratio is over
+bf16. peak_bytes is torch.cuda.max_memory_allocated above the weights (and above the codebooks, which belong to the model)."""
 MODELS = ("ouro1.4b",)
 ROOM = 128  # tokens that the measurement adds: a cache that grew in between would be captured again
 

@@ -54,7 +54,7 @@ class LoopVQCodebook(nn.Module):
         return getattr(self, f"{side}_table")[step].view(torch.float16)
 
     def staged_table(self, side: Side, step: int) -> torch.Tensor:
-        """:meth:`table` in the entry-major layout that the CUDA kernel copies as one piece; kept like :meth:`_encoder`."""
+        """:meth:`table` in the entry-major layout that CUDA kernels copy as one piece; kept like :meth:`_encoder`."""
         table = getattr(self, f"{side}_table")
         version = (table.data_ptr(), table.device, 0 if table.is_inference() else table._version)
         kept = self._derived.get((side, "staged"))

@@ -47,7 +47,7 @@ class FusedDecode:
     Results differ from the layers' own only by the order of sums (in norms and matrices); roundings are the same.
 
     Args:
-        replaces: the classes of the modules whose `forward` is not called in a fused step.
+        replaces: the classes of the modules whose `forward` is not called in a fused pass.
 
     Attributes:
         backend: "auto": fused where the kernels run (CUDA). "off": never. "triton", "reference": force that
@@ -75,7 +75,7 @@ class FusedDecode:
         return self.backend, self.few_rows, self.packings
 
     def prepare(self, model: nn.Module, embeds: torch.Tensor) -> None:
-        """Merge projections, if the steps to come would run fused. Before a step: weights must not move inside of one.
+        """Merge projections, if the passes to come would run fused. Before a pass: weights must not move inside of one.
 
         Looks at all layers at prompts, and at tokens only if a glance at the first layer shows that something changed.
         """
@@ -264,7 +264,7 @@ def _gate_up(layer) -> tuple[nn.Module, ...]:
 
 
 def _replaced(model):
-    """Name and module of everything whose `forward` a fused step does not call."""
+    """Name and module of everything whose `forward` a fused pass does not call."""
     yield "norm", model.norm
     for i, layer in enumerate(model.layers):
         yield f"layers.{i}", layer

@@ -116,7 +116,7 @@ def vq_decode_attention(
         ``[B, Hq, D]`` in the query's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit, or the backend that was asked for is impossible here.
+        ValueError: shapes, dtypes, strides or devices do not fit, or the backend that was asked for is impossible here.
     """
     available, reason = _attention_backend_of(query, k_window, k_table, sinks)
     layout_problem = None
@@ -173,7 +173,7 @@ def vq_encode(
         uint8 ``[N, H, NG]``.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or the backend that was asked for is impossible here.
+        ValueError: shapes, dtypes or devices do not fit, or the backend that was asked for is impossible here.
     """
     _check_encode(vectors, tables, half_norms, metric)
     available, reason = attention_backend(vectors.device, 2, 1, vectors.dtype)

@@ -41,7 +41,7 @@ def rope_copy(
         backend: "auto" runs the Triton kernel on CUDA, else the reference.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit, or ``backend="triton"`` is impossible here.
+        ValueError: shapes, dtypes, strides or devices do not fit, or ``backend="triton"`` is impossible here.
     """
     if key.dim() != 4 or key.shape[3] % 2 or not key.is_floating_point():
         _require(False, "key", key, "[B, H, m, D] bf16, fp16 or fp32 with even D")

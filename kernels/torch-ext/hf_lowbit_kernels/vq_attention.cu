@@ -11,11 +11,15 @@
 // and key are packed fp16, their sum over the lanes is fp32 on the tensor cores (a product with ones). Values: packed
 // fp16 within a span, fp32 from span to span. The softmax reference is raised only when a score exceeds it by 2^4.
 //
+// Schedule: each warp copies its items (a span of codes, or two full-precision tokens) through a ring of its own in shared
+// memory, DEPTH ahead, on across parts and rows, so that it hardly ever waits for memory. A row's full-precision tokens come
+// first, while the tables are on their way. Values of a span are summed while the scores of the next one are reduced.
+//
 // Order of sums: a row's pages are cut into slices, one for each team of 4 warps of the blocks (split, head), and a slice
-// into four parts or two (see PARTS). The warps of a team share the slices of a row that holds more than a quarter of all
-// tokens, a part each; other rows they take in turn, one after another all parts of a slice, so that starting and ending
-// a row is paid for once. Parts, then slices, are merged in a fixed order, whoever computed them: a row alone equals the
-// row in any batch, bit for bit.
+// into four parts or two (see PARTS). A row that holds more than a quarter of all coded tokens (any row, of fewer than four)
+// is shared: each warp of a team takes a part of the slice. The other rows go to the warps in turn; one warp then takes all
+// parts of the slice, one after another, so that starting and ending a row is paid for once. Parts, then slices, are merged
+// in a fixed order, whoever computed them: a row alone equals the row in any batch, bit for bit.
 //
 // Compiled by NVRTC without headers. Macros: CHANNELS (c: 4 or 8), HALF_INPUT (1: fp16 query and window, 0: bf16).
 
@@ -227,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     const bool second = channel >= HALF;
     float* const merge = (float*)(smem + MERGE_AT) + team * (BUFFERS * TEAM * PARTIAL);  // [buffer][member][PARTIAL]
     u32 weights = (u32)__cvta_generic_to_shared(smem + WEIGHT_AT) + warp * 64;  // fp16 [16], twice: read and written in turn
-    const u32 offsets = (u32)__cvta_generic_to_shared(smem + OFFSET_AT) + 4 * in_half;  // cos, then sin, [8, 64] each
+    const u32 offsets = (u32)__cvta_generic_to_shared(smem + OFFSET_AT) + 4 * in_half;  // cos, then sin, [OFFSETS, 64] each
     const u32 ring_begin = (u32)__cvta_generic_to_shared(smem + RING_AT) + warp * (DEPTH * SLOT);
     // Of the team, by buffer: warps that have written their partials, and rows that have been merged.
     volatile int* const written = (volatile int*)(smem + FLAG_AT) + team * BUFFERS;

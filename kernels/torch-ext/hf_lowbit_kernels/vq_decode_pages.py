@@ -46,7 +46,7 @@ def vq_decode_pages(
             all in whole pieces of 16 bytes; else the Triton kernel on CUDA, else the reference.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit, or the backend that was asked for is impossible here.
+        ValueError: shapes, dtypes, strides or devices do not fit, or the backend that was asked for is impossible here.
     """
     if not (k_table.dim() == 4 and k_table.shape == v_table.shape):
         v_shape = tuple(v_table.shape)

@@ -53,7 +53,7 @@ def vq_encode_pages(
         backend: "auto" runs the Triton kernel on CUDA, else the reference.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or ``backend="triton"`` is impossible here.
+        ValueError: shapes, dtypes or devices do not fit, or ``backend="triton"`` is impossible here.
     """
     _require(window.dim() == 6 and window.shape[1] == 2, "window", window, "[T_c, 2, B, H, S, D]")
     batch, heads = window.shape[2:4]
