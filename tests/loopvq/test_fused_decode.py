@@ -1,8 +1,9 @@
-"""Fused decode steps of Ouro: the same numbers, few launches, and weights that stay what they were."""
+"""Fused passes of Ouro: the same numbers, few launches, and weights that stay what they were."""
 
 import copy
 import os
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from hf_lowbit import LoopVQCache
 from hf_lowbit.compat import CACHE_ARG
 from hf_lowbit.models.ouro import OuroForCausalLM
+from hf_lowbit.models.ouro import fused as fused_module
 from hf_lowbit.models.ouro.fused import merged_weight
 
 
@@ -141,6 +143,32 @@ def test_a_page_of_codes_is_one_launch_per_layer(make_coded_model, prompt, monke
     # 8 sinks, 64 recent tokens: with the 88th token the second page leaves the window.
     count, (one, _) = launches_per_layer_step(make_coded_model, prompt, monkeypatch, "auto", length=86)
     assert one.count("vq_encode_pages") == 1 and count <= 9 + 1 / 4
+
+
+def test_prompts_run_fused_with_q_k_and_v_apart(make_coded_model, prompt, monkeypatch):
+    """Merged, keys and values that wait for their block's last step would keep the queries in memory."""
+    counts = []
+    for depth in (1, 2):
+        model = make_coded_model(num_hidden_layers=depth)
+        with monkeypatch.context() as patch, torch.no_grad():
+            launches = count_as_on_a_gpu(patch)
+            with launches:
+                model(prompt(30)[None], **{CACHE_ARG: LoopVQCache(model)})
+            counts.append(Counter(launches.names))
+    layer = counts[1] - counts[0]  # of one layer, four loop steps
+    assert layer["norm_add_norm"] == 8 and layer["swiglu"] == 4
+    assert layer["mm"] == 24  # q, k, v, o_proj, gate and up in one, down_proj
+    assert not {"silu", "rsqrt", "mean"} & set(layer)
+
+
+def test_launches_overlap_in_steps_only(make_coded_model, prompt, monkeypatch):
+    model, entered = make_coded_model(num_hidden_layers=1), []
+    original = fused_module.overlapping_launches
+    monkeypatch.setattr(fused_module, "overlapping_launches", lambda: entered.append(1) or original())
+    steps(model, "reference", prompt(20)[None], 0)
+    assert not entered
+    steps(model, "reference", prompt(20)[None], 1)
+    assert len(entered) == 4  # loop steps of one token
 
 
 def test_the_counter_counts(make_coded_model, prompt, monkeypatch):

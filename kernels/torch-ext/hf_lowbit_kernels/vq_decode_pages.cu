@@ -26,7 +26,6 @@ typedef long long i64;
 #define PAIRS (C / 2)         // packed pairs per entry
 #define TABLE 65536           // bytes of one table
 #define WARPS 16
-#define SMEM_BYTES (TABLE + 16)
 
 #if HALF_STATES
 #define PAIR "f16x2"
