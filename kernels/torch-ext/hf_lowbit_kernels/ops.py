@@ -338,6 +338,7 @@ def _require(ok: bool, name: str, tensor: torch.Tensor, allowed: str) -> None:
 def _require_one_device(**tensors: torch.Tensor | None) -> None:
     """All on the device of the first: the CUDA C++ kernels take addresses, and would read another device's as theirs."""
     (first, like), *others = tensors.items()
+    device = like.device
     for name, tensor in others:
-        if tensor is not None and tensor.device != like.device:
-            raise ValueError(f"{name} is on {tensor.device} and {first} on {like.device}; move both to one device.")
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} and {first} on {device}; move both to one device.")
