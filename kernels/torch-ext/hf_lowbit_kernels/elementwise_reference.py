@@ -46,12 +46,15 @@ def rope_store_reference(
 ) -> torch.Tensor:
     """Same contract as `hf_lowbit_kernels.rope_store`."""
     row = torch.arange(query.shape[0], device=query.device)
-    keys[row, :, slot] = _rotate(key, cos, sin) if rotate_key else key
+    keys[row, :, slot] = rotate(key, cos, sin) if rotate_key else key
     values[row, :, slot] = value
-    return _rotate(query, cos, sin)
+    return rotate(query, cos, sin)
 
 
-def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Half-split RoPE: channel i turns with channel i + D/2."""
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Half-split RoPE of ``[B, heads, ..., D]`` by ``[B or 1, ..., D]``: channel i turns with channel i + D/2.
+
+    The dtype is the one that PyTorch promotes to.
+    """
     first, second = states.chunk(2, dim=-1)
     return states * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)

@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from .elementwise_reference import rotate
 from .on_device import on_device
 from .ops import MAX_HEAD_DIM, MODEL_DTYPES, Backend, _choose, _require, _require_one_device, _triton_problem
 
@@ -87,15 +88,9 @@ def rope_copy_reference(
     if slots is not None:
         key = key.index_select(2, slots)
         value = None if value is None else value.index_select(2, slots)
-    keys.copy_(turn(key, cos, sin))
+    keys.copy_(rotate(key, cos, sin))
     if value is not None:
         values.copy_(value)
-
-
-def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Half-split RoPE of ``[B, heads, n, D]`` in the dtype that PyTorch promotes to."""
-    first, second = states.chunk(2, dim=-1)
-    return states * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
 
 
 def check_angles(cos: torch.Tensor, sin: torch.Tensor, batch: int, count: int, head_dim: int) -> None:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .elementwise_triton import ROUND_EACH
+from .elementwise_triton import ROUND_EACH, _rounded_sum
 
 
 def rope_copy_triton(
@@ -98,7 +98,8 @@ def store_turned(first, second, cos, sin, to, live, HALF: tl.constexpr, ROUND: t
 @triton.jit
 def _turned(a, cos, b, sin, sign: tl.constexpr, ROUND: tl.constexpr):
     """a cos + sign b sin in the dtype of a; with ROUND the products round to it too."""
-    left, right = a.to(tl.float32) * cos.to(tl.float32), b.to(tl.float32) * sin.to(tl.float32)
     if ROUND:
-        left, right = left.to(a.dtype).to(tl.float32), right.to(a.dtype).to(tl.float32)
-    return (left + sign * right).to(a.dtype)
+        turned = _rounded_sum(a, cos, b, sin, sign)
+    else:
+        turned = (a.to(tl.float32) * cos.to(tl.float32) + sign * (b.to(tl.float32) * sin.to(tl.float32))).to(a.dtype)
+    return turned

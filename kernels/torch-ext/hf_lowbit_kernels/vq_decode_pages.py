@@ -2,9 +2,10 @@
 
 import torch
 
+from .elementwise_reference import rotate
 from .on_device import on_device
 from .ops import CHANNELS, Backend, _require, _require_one_device
-from .rope_copy import check_angles, check_inner, copy_backend, turn
+from .rope_copy import check_angles, check_inner, copy_backend
 from .vq_attention_cuda import is_entry_major
 from .vq_codes import vq_decode
 from .vq_decode_pages_cuda import decode_pages_cuda_problem, layout_problem, vq_decode_pages_cuda
@@ -111,7 +112,7 @@ def vq_decode_pages_reference(
     values: torch.Tensor,
 ) -> None:
     """Same contract as `vq_decode_pages`."""
-    keys.copy_(turn(_states(k_codes, k_table).to(keys.dtype), cos, sin))
+    keys.copy_(rotate(_states(k_codes, k_table).to(keys.dtype), cos, sin))
     values.copy_(_states(v_codes, v_table))
 
 

@@ -36,9 +36,8 @@ def _build_problem(dtype: torch.dtype, steps: int, channels: int, device: int) -
     if problem is not None:
         return problem
     try:
-        _kernel(
-            dtype, steps, channels, True, True, device
-        )  # compiled here, so that what fails shows before it is chosen
+        # Compiled here, so that what fails shows before it is chosen.
+        _kernel(dtype, steps, channels, True, True, device)
     except (CudaError, OSError) as error:
         return str(error)
     return None
@@ -75,6 +74,7 @@ def _in_pieces(vectors: torch.Tensor, groups: int, channels: int) -> bool:
     return all(start % unit == 0 for start in starts) and not (pair and groups % 2)
 
 
+@functools.cache  # tried out for one prompt length, asked for in every layer
 def _split(tokens: int, chunk: int, columns: int, processors: int) -> int:
     """Tokens per block, so that blocks (``columns`` a range of tokens) fill the processors evenly."""
     chunks = -(-tokens // chunk)
