@@ -1,9 +1,9 @@
 // Decode attention over vector-quantized keys and values for sm_90, head_dim 128, one query head per kv head.
 //
 // Why CUDA and not Triton: the gathers must be free of shared-memory bank conflicts, and Triton cannot say which lane
-// looks up which group. Here a lane owns a group (c = 4: 32 lanes, one token; c = 8: 16 lanes, one token in each half
-// warp). Both tables of a head are staged once per block as [256 entries][groups][c]: entry e of group g lies at byte
-// 256 e + 2 c g, so the bank follows from the lane alone, and any 32 codes are looked up without a conflict. One byte
+// looks up which group. Here a lane owns four channels: a group (c = 4) or half of one (c = 8, where two lanes read the same
+// codes). Both tables of a head are staged once per block as [256 entries][groups][c]: what entry e holds for a lane lies at
+// byte 256 e + 8 lane, so the bank follows from the lane alone, and any 32 codes are looked up without a conflict. One byte
 // permute of a word of codes makes that offset.
 //
 // Scores: the query is rotated back to the middle of a span of tokens in fp32 (a constant angle from span to span) and
@@ -15,11 +15,11 @@
 // memory, DEPTH ahead, on across parts and rows, so that it hardly ever waits for memory. A row's full-precision tokens come
 // first, while the tables are on their way. Values of a span are summed while the scores of the next one are reduced.
 //
-// Order of sums: a row's pages are cut into slices, one for each team of 4 warps of the blocks (split, head), and a slice
-// into four parts or two (see PARTS). A row that holds more than a quarter of all coded tokens (any row, of fewer than four)
-// is shared: each warp of a team takes a part of the slice. The other rows go to the warps in turn; one warp then takes all
-// parts of the slice, one after another, so that starting and ending a row is paid for once. Parts, then slices, are merged
-// in a fixed order, whoever computed them: a row alone equals the row in any batch, bit for bit.
+// Order of sums: a row's pages are cut into slices, one for each block of a head, and a slice into up to WARPS parts (see
+// FEW_PARTS). A row that holds more than a warp's share of all coded tokens (any row, of fewer than WARPS) is shared: each
+// warp takes a part of the slice. The other rows go to the warps in turn; one warp then takes all parts of the slice, one
+// after another, so that starting and ending a row is paid for once. Parts, then slices, are merged in a fixed order,
+// whoever computed them: a row alone equals the row in any batch, bit for bit.
 //
 // Compiled by NVRTC without headers. Macros: CHANNELS (c: 4 or 8), HALF_INPUT (1: fp16 query and window, 0: bf16).
 
@@ -29,47 +29,44 @@ typedef unsigned short u16;
 typedef long long i64;
 typedef unsigned long long u64;
 
-#define C CHANNELS
+#define C 4                   // channels of a lane: a group (c = 4) or half of one (c = 8)
 #define DIM 128
 #define HALF 64
-#define GROUPS (DIM / C)      // lanes that hold one token: 32 or 16
-#define SUBS (32 / GROUPS)    // tokens in a warp at a time: 1 or 2
-#define SPAN (16 / SUBS)      // neighbouring tokens of one lane: 16 (two pages) or 8 (one page; the half warps hold two)
+#define GROUPS (DIM / CHANNELS)
+#define PAGE_BYTES (8 * GROUPS)
+#define SPAN 16               // tokens: two pages
 #define MIRRORS (SPAN / 2)    // pairs of tokens at equal distance from the middle of a span
-#define SPARE (SUBS == 1 ? 4 : 2)  // lanes that differ in this bit hold the same score
-#define PAIRS (C / 2)         // packed pairs per entry
+#define PAIRS (C / 2)         // packed pairs of a lane
 #define TABLE 65536           // bytes of one table
-#ifndef TEAMS
-#define TEAMS 4
-#endif
-#define TEAM 4                // warps
-#define WARPS (TEAMS * TEAM)
+#define WARPS 12              // with 16 registers spill
 #define SLICE 132             // floats of a slice in global memory: 128 outputs, maximum, sum, two unused
-#define PARTIAL (32 * C + 36) // floats of a part in shared memory: outputs and sums by lane, maximum, three unused
+#define PARTIAL (32 * C + 20) // floats of a part in shared memory: outputs by lane, 16 sums, maximum, three unused
 #define NONE -1.0e30f         // finite: a warp without tokens gives exp2(0) * 0 and not NaN
-// Parts of a slice: few for rows whose parts would be too short to start each, four where a single row must keep all warps
-// busy: short rows (latency is all that counts) and long ones.
-#define PARTS(coded) ((coded) >= 3072 && (coded) < 7168 ? 1 : 2)  // log2
+// A slice has up to WARPS parts, one for each warp where a single row must keep all busy: short rows (latency is all that
+// counts) and long ones. In between parts would be too short to start each: half as many.
+#define FEW_PARTS(coded) ((coded) >= 2560 && (coded) < 7168)
 #define HEADROOM 4.0f         // log2: weights stay below 2^4, far from the limits of fp16
 
-#define MERGE 24              // slices of a row that are merged at a time
-#define BUFFERS 2             // shared rows whose parts may be under way at once
-#ifndef DEPTH
+#define MERGE 8               // slices of a row that are merged at a time
+#define PARTIALS 44           // parts of shared rows that may be kept at once; their bytes are a multiple of 64
 #define DEPTH 3               // items on their way to shared memory
-#endif
 // A slot holds an item: codes of a span (keys, then values), or two full-precision tokens (keys, then values); behind them
 // what a row's or part's first item brings along.
 #define ANGLES 1024           // fp32 [2, 64]: cosines and sines at the item's first position
 #define QUERY 1536            // [128]
-#define HEADER 1792           // int [8]: row, coded tokens, full-precision tokens, items of them; spans, of a part, lonely, shared
+#define HEADER 1792           // struct Header, of a row's first item
 #define SLOT 1824
 #define RING_AT (2 * TABLE)
 #define MERGE_AT (RING_AT + WARPS * DEPTH * SLOT)
-#define OFFSET_AT (MERGE_AT + TEAMS * BUFFERS * TEAM * PARTIAL * 4)
-#define OFFSETS 11            // rows of cosines, then of sines: distances 0 to 7, middle of a span, 8, 16
+#define OFFSET_AT (MERGE_AT + PARTIALS * PARTIAL * 4)
+#define OFFSETS 10            // rows of cosines, then of sines: distances 0 to 7, middle of a span, 16
 #define WEIGHT_AT (OFFSET_AT + 2 * OFFSETS * HALF * 4)
 #define FLAG_AT (WEIGHT_AT + WARPS * 64)
-#define SMEM_BYTES ((FLAG_AT + 2 * TEAMS * BUFFERS * 4 + 15) / 16 * 16 + 16)
+#define FLAGS 12              // int: warps that have written, of up to eight rows; long rows merged, of two buffers; warps done
+#define MERGED 8
+#define DONE 10
+#define PLAN_AT (FLAG_AT + 4 * FLAGS)
+#define SMEM_BYTES (PLAN_AT + WARPS * 48 + 16)
 
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
@@ -107,7 +104,12 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
 }
 __device__ __forceinline__ u32 splat_low(u32 x) { u32 d; asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(d) : "r"(x)); return d; }
 __device__ __forceinline__ u32 splat_high(u32 x) { u32 d; asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(d) : "r"(x)); return d; }
-__device__ __forceinline__ u32 negate2(u32 x) { return x ^ 0x80008000u; }
+__device__ __forceinline__ u32 negate2(u32 x) { u32 d; asm("neg.f16x2 %0, %1;" : "=r"(d) : "r"(x)); return d; }
+__device__ __forceinline__ float choose(u32 mask, float a, float b) {  // a where the mask is all ones, b where it is zero
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(d) : "r"(mask), "r"(__float_as_uint(a)), "r"(__float_as_uint(b)));
+    return __uint_as_float(d);
+}
 
 // fp32 loads of C neighbouring values.
 __device__ __forceinline__ void load_row(float (&x)[C], const float* p) {
@@ -183,26 +185,26 @@ __device__ __forceinline__ void load_packed(u32 (&x)[PAIRS], u32 at) {
     }
 }
 
-// Entry of this lane's group: code i of a word.
+// This lane's part of an entry: code i of a word.
 __device__ __forceinline__ void lookup(u32 (&entry)[PAIRS], const u8* table, u32 word, u32 lane_base, int i) {
-    const u8* from = table + permute(word, lane_base, 0x5504 | i << 4);
-#if C == 4
-    const uint2 x = *(const uint2*)from;
+    const uint2 x = *(const uint2*)(table + permute(word, lane_base, 0x5504 | i << 4));
     entry[0] = x.x; entry[1] = x.y;
-#else
-    const uint4 x = *(const uint4*)from;
-    entry[0] = x.x; entry[1] = x.y; entry[2] = x.z; entry[3] = x.w;
-#endif
 }
+
+// What a warp has to copy next. Kept in shared memory: registers are short, and it is rarely looked at.
+struct Plan {
+    int row, item, span, next_part;    // item: of two full-precision tokens, before the spans; next_part: its first span
+    int items, end, page, end_page;    // spans end at `end`; pages [page, end_page) of the slice
+    int part, tokens, turn, coded;     // spans of a part; full-precision tokens, and where the recent ones begin in their ring
+};
 // What a warp does of a row.
-struct Job {
-    int coded, tokens;   // tokens: in full precision
-    int page, end;       // pages [page, end) of the slice
-    int first, last;     // spans [first, last) of the slice
-    int part;            // spans of a part
-    int turn;            // slot of a recent token, but for one turn of the ring: its number + turn
-    int items;           // of the row's full-precision tokens, two each; the slice has every slices-th of them
-    bool shared;         // a part for each warp of the team
+struct Header {
+    int row, tokens, spans, part;      // tokens in full precision, or none if they are another warp's; spans of a part
+    int slice_spans;                   // of all sharers
+    u8 sharers, buffer;                // warps that share the slice, or 0; flag of the row
+    u8 place, first_part;              // where the slice's parts are kept, the full-precision tokens before them; this warp's first
+    bool lonely;                       // the last span's second page does not exist
+    bool window, skip;                 // full-precision tokens are this warp's; the row is another warp's after all
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
@@ -224,18 +226,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
 
     const int head = blockIdx.y, heads = gridDim.y;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int team = warp / TEAM, member = warp % TEAM;
-    const int slice = blockIdx.x * TEAMS + team, slices = gridDim.x * TEAMS;
-    const int group = lane % GROUPS, sub = lane / GROUPS;
-    const int channel = group * C, in_half = channel % HALF;
+    const int split = blockIdx.x, splits = gridDim.x;
+    const int channel = lane * C, in_half = channel % HALF;
     const bool second = channel >= HALF;
-    float* const merge = (float*)(smem + MERGE_AT) + team * (BUFFERS * TEAM * PARTIAL);  // [buffer][member][PARTIAL]
+    float* const merge = (float*)(smem + MERGE_AT);
     u32 weights = (u32)__cvta_generic_to_shared(smem + WEIGHT_AT) + warp * 64;  // fp16 [16], twice: read and written in turn
     const u32 offsets = (u32)__cvta_generic_to_shared(smem + OFFSET_AT) + 4 * in_half;  // cos, then sin, [OFFSETS, 64] each
-    const u32 ring_begin = (u32)__cvta_generic_to_shared(smem + RING_AT) + warp * (DEPTH * SLOT);
-    // Of the team, by buffer: warps that have written their partials, and rows that have been merged.
-    volatile int* const written = (volatile int*)(smem + FLAG_AT) + team * BUFFERS;
-    volatile int* const merged = written + TEAMS * BUFFERS;
+    const u32 smem_begin = (u32)__cvta_generic_to_shared(smem), ring_begin = smem_begin + RING_AT + warp * (DEPTH * SLOT);
+    volatile int* const written = (volatile int*)(smem + FLAG_AT);
+    volatile int* const merged = written + MERGED;
 
     // Both tables into shared memory by bulk copies, one barrier each.
     if (threadIdx.x == 0) {
@@ -252,57 +251,51 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                              :: "r"(to + part), "l"(from + part), "r"(TABLE / 4), "r"(barrier + 8 * side) : "memory");
         }
     }
-    if (threadIdx.x < 2 * TEAMS * BUFFERS) ((int*)(smem + FLAG_AT))[threadIdx.x] = 0;
+    if (threadIdx.x < FLAGS) ((int*)(smem + FLAG_AT))[threadIdx.x] = 0;
     for (int i = threadIdx.x; i < 2 * OFFSETS * HALF / 4; i += WARPS * 32) {  // arrive with the warp's first item
         const int distance = i % (OFFSETS * HALF / 4) / (HALF / 4), at = i % (HALF / 4) * 4;
         const bool sines = i >= OFFSETS * HALF / 4;
         const float* from = distance == 8 ? (sines ? mirror_sin : mirror_cos) + (MIRRORS - 1) * HALF
-                                          : (sines ? offset_sin : offset_cos) + (distance < 8 ? distance : distance == 9 ? 8 : 16) * HALF;
+                                          : (sines ? offset_sin : offset_cos) + (distance < 8 ? distance : 16) * HALF;
         copy16((u32)__cvta_generic_to_shared(smem + OFFSET_AT) + 16 * i, from + at);
     }
     // What the kernel before this one wrote is read from here on; see dependent_launch.py.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    int quarter = 0;       // of all coded tokens; of fewer than four rows all are shared
-    bool any_shared = true;
-    if (batch >= TEAM) {
-        int most = 0;
-        for (int i = lane; i < batch; i += 32) { quarter += n_coded[i]; most = max(most, n_coded[i]); }
-        quarter = __reduce_add_sync(0xffffffffu, quarter) / TEAM;
-        any_shared = (int)__reduce_max_sync(0xffffffffu, (u32)most) > quarter;
-    }
+    // Long rows, of more than a warp's share of all coded tokens, are shared by all warps. The others go to the warps in
+    // turn; what would be an incomplete last turn is shared by as many warps as there are for each row.
+    int fair = 0, most = 0;
+    for (int i = lane; i < batch; i += 32) { fair += n_coded[i]; most = max(most, n_coded[i]); }
+    fair = __reduce_add_sync(0xffffffffu, fair) / WARPS;
+    const bool any_long = (int)__reduce_max_sync(0xffffffffu, (u32)most) > fair;
+    int rest = any_long ? 0 : batch % WARPS;
+    if (rest > WARPS / 2 || batch > 8 * WARPS) rest = 0;
+    const int sharers = rest ? WARPS / rest : 1;
+    const int rest_row = rest && warp / sharers < rest ? batch - rest + warp / sharers : batch;
 
-    // x * reciprocal >> 32 is x / slices, exactly, while x * slices < 2^32.
-    const u32 reciprocal = 0xffffffffu / (u32)slices + 1;
     // ---- copies to shared memory, DEPTH items ahead. An item: a span of codes, or two full-precision tokens, or nothing.
-    auto job_of = [&](int row) {
-        Job job;
-        job.coded = n_coded[row];
-        const int length = lengths[row], pages = job.coded >> 3;
-        const int share = ((int)__umulhi(pages + slices - 1, reciprocal) + 1) & ~1, shift = PARTS(job.coded);  // whole spans
-        job.page = min(slice * share, pages);
-        job.end = min(job.page + share, pages);
-        const int spans = (job.end - job.page + 1) >> 1;
-        job.part = (spans + (1 << shift) - 1) >> shift;
-        job.shared = job.coded > quarter;
-        job.first = job.shared ? min(member * job.part, spans) : 0;
-        job.last = job.shared ? min(job.first + job.part, spans) : spans;
-        job.tokens = min(length, sinks) + max(length - sinks - job.coded, 0);
-        job.turn = job.coded % ring;
-        job.items = job.shared && member > 0 ? 0 : (job.tokens + 1) >> 1;
-        return job;
-    };
+
     // The first row from `row` on that this warp has a part in.
-    auto find_row = [&](int row) {
-        if (!any_shared) return row + ((member - row) & (TEAM - 1));
-        while (row < batch && n_coded[row] <= quarter && row % TEAM != member) row++;
-        return row;
+    auto find_row = [&](int from) {
+        int row = from;
+        if (any_long)
+            while (row < batch && n_coded[row] <= fair && row % WARPS != warp) row++;
+        else
+            row += (warp + WARPS - row % WARPS) % WARPS;
+        return row < batch - rest ? row : from <= rest_row ? rest_row : batch;
     };
-    int ahead_row = find_row(0), ahead_item = -1, ahead_span = 0, ahead_part = 0;  // ahead_item < 0: the row's first item
     int ahead_fast = 0;            // spans that follow one another
     const u8* ahead_codes = k_codes;  // this lane's 16 bytes of the next span
+    int long_rows = 0;
+    Plan* const kept = (Plan*)(smem + PLAN_AT) + warp;
+    if (lane == 0) {
+        Plan none = {};
+        none.row = -1;
+        *kept = none;
+    }
+    __syncwarp();
     auto copy_codes = [&](u32 slot, const u8* from) {
-#if SUBS == 1
+#if CHANNELS == 4
         copy16(slot + 16 * lane, from);
         copy16(slot + 512 + 16 * lane, from + (v_codes - k_codes));
 #else
@@ -311,60 +304,100 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     };
     // This lane's 16 bytes of the span that begins at `page`. A lonely last page is its own partner, unused.
     auto codes_at = [&](int row, int page, int end) {
-        const int mine = min(page + (SUBS == 1 ? lane >> 4 : lane >> 3 & 1), end - 1);
-        const u8* from = SUBS == 2 && lane >= 16 ? v_codes : k_codes;
-        return from + row * stride_cb + (u64)(u32)mine * stride_cp + head * (8 * GROUPS) + (SUBS == 1 ? lane & 15 : lane & 7) * 16;
+        const int mine = min(page + (lane / (PAGE_BYTES / 16) & 1), end - 1);
+        const u8* from = CHANNELS == 8 && lane >= 16 ? v_codes : k_codes;
+        return from + row * stride_cb + (u64)(u32)mine * stride_cp + head * PAGE_BYTES + lane % (PAGE_BYTES / 16) * 16;
     };
     auto copy_angles = [&](u32 slot, int position) {
         const float* from = (lane < 16 ? base_cos : base_sin) + (i64)(position >> 3) * HALF + 4 * (lane & 15);
         copy16(slot + ANGLES + 16 * lane, from);
     };
-    Job job;
-    if (ahead_row < batch) job = job_of(ahead_row);
-    auto copy_rare = [&](u32 slot) {
-        if (ahead_row < batch && ahead_item >= job.items && ahead_span >= job.last) {
-            ahead_row = find_row(ahead_row + 1);
-            ahead_item = -1;
-            if (ahead_row < batch) job = job_of(ahead_row);
-        }
-        if (ahead_row >= batch) {
-            if (lane == 0) store4i(slot + HEADER, batch, 0, 0, 0);
-            return;
-        }
-        if (ahead_item < 0) {
-            ahead_item = slice;
-            ahead_span = ahead_part = job.first;
-            // A lonely page is in the last span of the slice.
-            const int lonely = (job.end - job.page) % 2 && job.last * 2 > job.end - job.page ? job.last - 1 - job.first : -1;
-            if (lane == 0) {
-                store4i(slot + HEADER, ahead_row, job.coded, job.tokens, job.items);
-                store4i(slot + HEADER + 16, job.last - job.first, job.part, lonely, job.shared);
+    // Plans this warp's part of a row, and tells whoever reads the slot.
+    auto begin_row = [&](Plan& plan, u32 slot) {
+        const int length = lengths[plan.row], pages = (plan.coded = n_coded[plan.row]) >> 3;
+        const int share = (int)((u32)(pages + splits - 1) / (u32)splits + 1) & ~1;  // whole spans
+        plan.page = min(split * share, pages);
+        plan.end_page = min(plan.page + share, pages);
+        const int spans = (plan.end_page - plan.page + 1) >> 1;
+        const bool few = FEW_PARTS(plan.coded);
+        plan.part = max(few ? (share / 2 + WARPS / 2 - 1) / (WARPS / 2) : (share / 2 + WARPS - 1) / WARPS, 2);
+        int others = 1, member = 0, each = WARPS, buffer = 0, room = 0;  // each: parts of a warp
+        if (plan.coded > fair) {
+            others = WARPS;
+            member = warp;
+            each = 1;
+            buffer = long_rows++ % 2;
+            room = PARTIALS / 2;
+        } else if (plan.row >= batch - rest) {
+            member = warp % sharers;
+            buffer = warp / sharers;
+            room = PARTIALS / rest;
+            if (share / 2 <= plan.part * (room - 1)) {  // else one warp takes all
+                others = sharers;
+                each = few ? (WARPS / 2 + sharers - 1) / sharers : (WARPS + sharers - 1) / sharers;
             }
-            if (lane < 16) copy16(slot + QUERY + 16 * lane, query + ahead_row * stride_qb + head * stride_qh + 8 * lane);
         }
-        if (ahead_item < job.items) {
-            const int token = min(2 * ahead_item + (lane >> 4), job.tokens - 1);
-            int at = token + (token < sinks ? 0 : job.turn);
+        const bool skip = member >= others, window = member == others - 1;
+        plan.span = plan.next_part = skip ? 0 : min(member * each * plan.part, spans);
+        plan.end = skip ? 0 : min((member + 1) * each * plan.part, spans);
+        plan.tokens = min(length, sinks) + max(length - sinks - plan.coded, 0);
+        plan.turn = plan.coded % ring;
+        plan.item = window ? split : 0;
+        plan.items = window ? (plan.tokens + 1) >> 1 : 0;
+        if (lane == 0) {
+            Header header;
+            header.row = plan.row;
+            header.tokens = window ? plan.tokens : 0;
+            header.spans = plan.end - plan.span;
+            header.part = plan.part;
+            // A lonely page is in the last span of the slice.
+            header.lonely = (plan.end_page - plan.page) % 2 && plan.end == spans;
+            header.sharers = others > 1 ? others : 0;
+            header.buffer = buffer;
+            header.place = buffer * room;
+            header.first_part = member * each;
+            header.slice_spans = spans;
+            header.window = window;
+            header.skip = skip;
+            *(Header*)(smem + (slot - smem_begin) + HEADER) = header;
+        }
+        if (lane < 16) copy16(slot + QUERY + 16 * lane, query + plan.row * stride_qb + head * stride_qh + 8 * lane);
+    };
+    // Copies what follows and is not a span behind a span.
+    auto copy_rare = [&](u32 slot) {
+        Plan plan = *kept;
+        if (plan.row < batch && plan.item >= plan.items && plan.span >= plan.end) {
+            plan.row = find_row(plan.row + 1);
+            if (plan.row < batch) begin_row(plan, slot);
+        }
+        if (plan.row >= batch) {
+            if (lane == 0) ((Header*)(smem + (slot - smem_begin) + HEADER))->row = batch;
+        } else if (plan.item < plan.items) {
+            const int token = min(2 * plan.item + (lane >> 4), plan.tokens - 1);
+            int at = token + (token < sinks ? 0 : plan.turn);
             if (at >= sinks + ring) at -= ring;
-            const u16* from = k_window + ahead_row * stride_wb + head * stride_wh + (i64)at * stride_ws + 8 * (lane & 15);
+            const u16* from = k_window + plan.row * stride_wb + head * stride_wh + (i64)at * stride_ws + 8 * (lane & 15);
             copy16(slot + 16 * lane, from);
             copy16(slot + 512 + 16 * lane, from + (v_window - k_window));
-            copy_angles(slot, 2 * ahead_item < sinks ? 2 * ahead_item : 2 * ahead_item + job.coded);
-            ahead_item += slices;
-        } else if (ahead_span < job.last) {
-            const int page = job.page + 2 * ahead_span;
-            copy_codes(slot, codes_at(ahead_row, page, job.end));
-            if (ahead_span == ahead_part) {
+            copy_angles(slot, 2 * plan.item < sinks ? 2 * plan.item : 2 * plan.item + plan.coded);
+            plan.item += splits;
+        } else if (plan.span < plan.end) {
+            const int page = plan.page + 2 * plan.span;
+            copy_codes(slot, codes_at(plan.row, page, plan.end_page));
+            if (plan.span == plan.next_part) {
                 copy_angles(slot, 8 * page + sinks);
-                ahead_part += job.part;
+                plan.next_part += plan.part;
             }
-            ahead_span++;
-            const int next = min(ahead_part, job.last);
+            plan.span++;
+            const int next = min(plan.next_part, plan.end);
             // Up to the next part, or to a lonely page.
-            ahead_fast = max(next - ahead_span - (2 * next > job.end - job.page), 0);
-            ahead_codes = codes_at(ahead_row, page + 2, job.end);
-            ahead_span += ahead_fast;
+            ahead_fast = max(next - plan.span - (2 * next > plan.end_page - plan.page), 0);
+            ahead_codes = codes_at(plan.row, page + 2, plan.end_page);
+            plan.span += ahead_fast;
         }
+        __syncwarp();
+        if (lane == 0) *kept = plan;
+        __syncwarp();
     };
     auto copy_next = [&](u32 slot) {
         if (ahead_fast > 0) {
@@ -401,34 +434,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             sines[s][e] = x.x; sines[s][e + 1] = x.y;
         }
     }
-#if C == 8
-    float step_cos[C], step_sin[C];  // rotation to the next span; for c = 4 no registers are left
-    load_row(step_cos, offset_cos + 16 * HALF + in_half);
-    load_row(step_sin, offset_sin + 16 * HALF + in_half);
-#endif
-    // Column n of the sums is token n (and n + 8; with c = 8: n % 4 and n % 4 + 4) of the span.
-    u32 ones[SPAN / 2];
+    // Column n of the sums is token n (and n + 8) of the span.
+    u32 ones[8];
 #pragma unroll
-    for (int n = 0; n < SPAN / 2; n++) {
-        u32 bits = (lane >> 2) % (SPAN / 2) == n ? 0x3c003c00u : 0u;
-        asm volatile("mov.b32 %0, %1;" : "=r"(ones[n]) : "r"(bits));  // kept: the compiler would compute it every time
+    for (int n = 0; n < 8; n++) {
+        u32 bits = (lane >> 2) == n ? 0x3c003c00u : 0u;
+        ones[n] = __shfl_sync(0xffffffffu, bits, lane);  // kept: the compiler would compute it every time
     }
 
-    // Where this lane's weight goes: its token within the span (or in the second page's half).
-#if SUBS == 1
-    const int weight_offset = 2 * (2 * (lane & 3) + (lane >> 3 & 1) + 8 * (lane >> 4));
-#else
-    const int weight_offset = 2 * (2 * (lane & 1) + (lane >> 2 & 1) + 4 * (lane >> 3 & 1) + 8 * sub);
-#endif
-    const u32 lane_base = group * (2 * C);  // bytes 1 to 3 are zero
+    // Where this lane's weight goes: its token within the span; lanes that differ in bit 2 hold the same.
+    u32 weight_at = weights + 2 * (2 * (lane & 3) + (lane >> 3 & 1) + 8 * (lane >> 4));
+    const u32 upper = __shfl_sync(0xffffffffu, lane & 16 ? ~0u : 0u, lane), odd = __shfl_sync(0xffffffffu, lane & 8 ? ~0u : 0u, lane);
+    const u32 lane_base = 8 * lane;  // bytes 1 to 3 are zero
     __syncthreads();  // barriers, flags and offsets are there
-    int merges = 0;
+    int merges = 0;  // of long rows
     bool staged = false, own = false;
 
     for (;;) {
-        const int4 header = load4i(slot + HEADER), plan = load4i(slot + HEADER + 16);
-        const int row = header.x, count = plan.x;
-        if (row >= batch) break;
+        const Header header = *(const Header*)(smem + (slot - smem_begin) + HEADER);
+        if (header.row >= batch) break;
+        const bool is_long = any_long && header.sharers;
+        // A long row that used the buffer before must have been merged; hardly ever waits.
+        if (is_long) while (merged[header.buffer] < merges / 2) {}
         u32 q_own[PAIRS], q_other[PAIRS];
         load_packed(q_own, slot + QUERY + 2 * channel);
         load_packed(q_other, slot + QUERY + 2 * (channel ^ HALF));
@@ -448,25 +475,31 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         };
         Softmax total;
         total.clear();
+        auto keep = [&](const Softmax& part, int at) {
+            float* const to = merge + at * PARTIAL;
+            *(float4*)(to + 4 * lane) = make_float4(part.acc[0], part.acc[1], part.acc[2], part.acc[3]);
+            if (!(lane & 4)) to[32 * C + (lane & 3) + (lane >> 3) * 4] = part.sum;
+            if (lane == 0) to[32 * C + 16] = part.maximum;
+        };
 
-        // Full-precision tokens in fp32, two neighbours of one page at a time (with c = 8 one in each half warp): sinks
-        // first, then the positions from sinks + coded on. They come first: the tables are still on their way.
-        if (slice >= header.w && count == 0) advance();
+        // Full-precision tokens in fp32, two neighbours of one page at a time: sinks first, then the positions from sinks + coded on. They come first: the tables are still on their way.
+        const int items = (header.tokens + 1) >> 1;
+        if (split >= items && header.spans == 0) advance();
+        if (header.skip) continue;
 #pragma unroll 1
-        for (int item = slice; item < header.w; item += slices) {
-            float u[C], w[C], score[2 / SUBS], top = NONE;
+        for (int item = split; item < items; item += splits) {
+            float u[C], w[C], score[2], top = NONE;
             rotate_query(u, w);
-            u32 v_bits[2 / SUBS][PAIRS];
+            u32 v_bits[2][PAIRS];
 #pragma unroll
-            for (int t = 0; t < 2 / SUBS; t++) {
-                const int token = t + sub;
+            for (int t = 0; t < 2; t++) {
                 float c2[C], s2[C];
-                const u32 offset = offsets + (((2 * item) & 7) + token) * (4 * HALF);
+                const u32 offset = offsets + (((2 * item) & 7) + t) * (4 * HALF);
                 load_shared(c2, offset);
                 load_shared(s2, offset + OFFSETS * 4 * HALF);
                 u32 k_bits[PAIRS];
-                load_packed(k_bits, slot + 256 * token + 2 * channel);
-                load_packed(v_bits[t], slot + 512 + 256 * token + 2 * channel);
+                load_packed(k_bits, slot + 256 * t + 2 * channel);
+                load_packed(v_bits[t], slot + 512 + 256 * t + 2 * channel);
                 score[t] = 0.0f;
 #pragma unroll
                 for (int e = 0; e < C; e++) {
@@ -475,13 +508,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                 }
             }
 #pragma unroll
-            for (int t = 0; t < 2 / SUBS; t++) {
+            for (int t = 0; t < 2; t++) {
 #pragma unroll
-                for (int hop = GROUPS / 2; hop > 0; hop >>= 1) score[t] = xor_add(score[t], hop);
-                if (2 * item + t + sub >= header.z) score[t] = NONE;
+                for (int hop = 16; hop > 0; hop >>= 1) score[t] = xor_add(score[t], hop);
+                if (2 * item + t >= header.tokens) score[t] = NONE;
                 top = fmaxf(top, score[t]);
             }
-            if (SUBS == 2) top = xor_max(top, 16);
             top = fmaxf(top, total.maximum);
             const float decay = exp2_(total.maximum - top);
             total.maximum = top;
@@ -489,9 +521,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
 #pragma unroll
             for (int e = 0; e < C; e++) total.acc[e] *= decay;
 #pragma unroll
-            for (int t = 0; t < 2 / SUBS; t++) {
+            for (int t = 0; t < 2; t++) {
                 const float weight = exp2_(score[t] - top);
-                if ((lane & (GROUPS - 1) & ~SPARE) == 0) total.sum += weight;
+                if ((lane & ~4) == 0) total.sum += weight;
 #pragma unroll
                 for (int e = 0; e < C; e++) {
                     const u16 v = e % 2 ? v_bits[t][e / 2] >> 16 : v_bits[t][e / 2] & 0xffff;
@@ -501,7 +533,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             advance();
         }
 
-        if (!staged && count > 0) {
+        int next_part = header.place + 1 + header.first_part;
+        if (header.sharers && header.window) keep(total, header.place);
+        if (!staged && header.spans > 0) {
             staged = true;
 #pragma unroll
             for (int side = 0; side < 2; side++)
@@ -509,8 +543,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                              :: "r"(barrier + 8 * side) : "memory");
         }
 #pragma unroll 1
-        for (int done = 0; done < count;) {
-            const int stop = min(done + plan.y, count);
+        for (int done = 0; done < header.spans;) {
+            const int stop = min(done + header.part, header.spans);
             Softmax state;
             state.clear();
             float u[C], w[C];
@@ -520,20 +554,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                 // On to the middle: the last distance.
                 load_shared(c2, offsets + 8 * 4 * HALF);
                 load_shared(s2, offsets + (OFFSETS + 8) * 4 * HALF);
-#if SUBS == 2
-                // The second half warp is a page further on.
-                if (sub) {
-                    float c8[C], s8[C];
-                    load_shared(c8, offsets + 9 * 4 * HALF);
-                    load_shared(s8, offsets + (OFFSETS + 9) * 4 * HALF);
-#pragma unroll
-                    for (int e = 0; e < C; e++) {
-                        const float u1 = u0[e] * c8[e] + w0[e] * s8[e];
-                        w0[e] = w0[e] * c8[e] - u0[e] * s8[e];
-                        u0[e] = u1;
-                    }
-                }
-#endif
 #pragma unroll
                 for (int e = 0; e < C; e++) {
                     u[e] = u0[e] * c2[e] + w0[e] * s2[e];
@@ -545,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                 u32 weight2[SPAN / 2];
 #pragma unroll
                 for (int i = 0; i < SPAN / 8; i++) {
-                    const int4 x = load4i(weights + 16 * (i + sub));
+                    const int4 x = load4i(weights + 16 * i);
                     weight2[4 * i] = x.x; weight2[4 * i + 1] = x.y; weight2[4 * i + 2] = x.z; weight2[4 * i + 3] = x.w;
                 }
                 u32 sums[PAIRS];
@@ -566,20 +586,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             // Products with the keys of the slot's span; the values of the span before meanwhile, if there is one.
             auto span = [&](bool pipelined) __attribute__((always_inline)) {
                 u32 k_word[SPAN / 4], v_next[SPAN / 4];
-#if SUBS == 1
 #pragma unroll
                 for (int page = 0; page < 2; page++) {
-                    const uint2 k = load2(slot + 256 * page + 8 * group), v = load2(slot + 512 + 256 * page + 8 * group);
+                    const uint2 k = load2(slot + PAGE_BYTES * page + 8 * (4 * lane / CHANNELS)), v = load2(slot + PAGE_BYTES * (2 + page) + 8 * (4 * lane / CHANNELS));
                     k_word[2 * page] = k.x; k_word[2 * page + 1] = k.y;
                     v_next[2 * page] = v.x; v_next[2 * page + 1] = v.y;
                 }
-#else
-                {
-                    const uint2 k = load2(slot + 128 * sub + 8 * group), v = load2(slot + 256 + 128 * sub + 8 * group);
-                    k_word[0] = k.x; k_word[1] = k.y;
-                    v_next[0] = v.x; v_next[1] = v.y;
-                }
-#endif
                 u32 uh[PAIRS], wh[PAIRS];
 #pragma unroll
                 for (int e = 0; e < PAIRS; e++) {
@@ -608,11 +620,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                     product[before] = p0;
                     product[after] = p1;
                 }
-#if C == 4
                 float step_cos[C], step_sin[C];  // rotation to the next span
-                load_shared(step_cos, offsets + 10 * 4 * HALF);
-                load_shared(step_sin, offsets + (OFFSETS + 10) * 4 * HALF);
-#endif
+                load_shared(step_cos, offsets + 9 * 4 * HALF);
+                load_shared(step_sin, offsets + (OFFSETS + 9) * 4 * HALF);
 #pragma unroll
                 for (int e = 0; e < C; e++) {
                     float u1 = u[e] * step_cos[e] + w[e] * step_sin[e];
@@ -629,115 +639,117 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
 #pragma unroll
                 for (int i = 0; i < SPAN / 4; i++) v_word[i] = v_next[i];
                 // Sum over the rows; every hop leaves a lane with half of its tokens.
-                bool upper = lane & (16 / SUBS);
-                float x0 = (upper ? d[2] : d[0]) + __shfl_xor_sync(0xffffffffu, upper ? d[0] : d[2], 16 / SUBS);
-                float x1 = (upper ? d[3] : d[1]) + __shfl_xor_sync(0xffffffffu, upper ? d[1] : d[3], 16 / SUBS);
-                bool odd = lane & (8 / SUBS);
-                float score = (odd ? x1 : x0) + __shfl_xor_sync(0xffffffffu, odd ? x0 : x1, 8 / SUBS);
-#if SUBS == 1
+                float x0 = choose(upper, d[2], d[0]) + __shfl_xor_sync(0xffffffffu, choose(upper, d[0], d[2]), 16);
+                float x1 = choose(upper, d[3], d[1]) + __shfl_xor_sync(0xffffffffu, choose(upper, d[1], d[3]), 16);
+                float score = choose(odd, x1, x0) + __shfl_xor_sync(0xffffffffu, choose(odd, x0, x1), 8);
                 score = xor_add(score, 4);
-                score = done == plan.z && upper ? NONE : score;
-#else
-                score = done == plan.z && sub ? NONE : score;
-#endif
+                if (header.lonely && done == header.spans - 1) score = choose(upper, NONE, score);
                 state.raise(score);
                 float weight = exp2_(score - state.maximum);
                 state.sum += weight;
                 weights ^= 32;
-                if (!(lane & SPARE))
-                    asm volatile("st.shared.b16 [%0], %1;" :: "r"(weights + weight_offset), "h"((u16)pack2(weight, weight)) : "memory");
+                weight_at ^= 32;
+                asm volatile("st.shared.b16 [%0], %1;" :: "r"(weight_at), "h"((u16)pack2(weight, weight)) : "memory");
                 advance();
             };
             span(false);
 #pragma unroll 1
             for (done++; done < stop; done++) span(true);
             values();
-            total.merge(state);
+            if (header.sharers) {
+                keep(state, next_part);
+                next_part++;
+            } else {
+                total.merge(state);
+            }
         }
 
-        // Parts of a shared row are merged by the team's last warp; nobody waits.
-        if (plan.w) {
-            float* const buffer = merge + merges % BUFFERS * (TEAM * PARTIAL);
-            // The row that used the buffer before must have been merged; hardly ever waits.
-            while (merged[merges % BUFFERS] < merges / BUFFERS) {}
-            float* const to = buffer + member * PARTIAL;
-#pragma unroll
-            for (int e = 0; e < C; e += 4)
-                *(float4*)(to + e / 4 * 128 + 4 * lane) = make_float4(total.acc[e], total.acc[e + 1], total.acc[e + 2], total.acc[e + 3]);
-            to[32 * C + lane] = total.sum;
-            if (lane == 0) to[32 * C + 32] = total.maximum;
-            merges++;
+        // Parts of a shared slice are merged by the last of its warps; nobody waits.
+        if (header.sharers) {
             __threadfence_block();
             __syncwarp();
             int before = 0;
-            if (lane == 0) before = atomicAdd((int*)written + (merges - 1) % BUFFERS, 1);
-            if (__shfl_sync(0xffffffffu, before, 0) != (merges - 1) / BUFFERS * TEAM + TEAM - 1) continue;
+            if (lane == 0) before = atomicAdd((int*)written + header.buffer, 1);
+            const int use = any_long ? merges / 2 : 0;
+            merges++;
+            if (__shfl_sync(0xffffffffu, before, 0) != use * header.sharers + header.sharers - 1) continue;
             __threadfence_block();
-            total.clear();
-#pragma unroll 1
-            for (int i = 0; i < TEAM; i++) {
-                const float* const from = buffer + i * PARTIAL;
-                Softmax part;
+            // The roundings of `merge`, part by part, but all loads and exponentials at one latency.
+            const int parts = (header.slice_spans + header.part - 1) / header.part + 1;
+            const float* from = merge + header.place * PARTIAL;
+            const float maximum = lane < parts ? from[lane * PARTIAL + 32 * C + 16] : NONE;
+            float top = maximum;
 #pragma unroll
-                for (int e = 0; e < C; e += 4) {
-                    const float4 a = *(const float4*)(from + e / 4 * 128 + 4 * lane);
-                    part.acc[e] = a.x; part.acc[e + 1] = a.y; part.acc[e + 2] = a.z; part.acc[e + 3] = a.w;
-                }
-                part.sum = from[32 * C + lane];
-                part.maximum = from[32 * C + 32];
-                total.merge(part);
+            for (int hop = 1; hop < 16; hop <<= 1) {
+                const float other = __shfl_up_sync(0xffffffffu, top, hop);
+                if (lane >= hop) top = fmaxf(top, other);
+            }
+            const float before_top = __shfl_up_sync(0xffffffffu, top, 1);
+            const float f = exp2_((lane ? before_top : NONE) - top), g = exp2_(maximum - top);
+            total.clear();
+#pragma unroll 4
+            for (int i = 0; i < parts; i++, from += PARTIAL) {
+                const float fi = __shfl_sync(0xffffffffu, f, i), gi = __shfl_sync(0xffffffffu, g, i);
+                const float4 a = *(const float4*)(from + 4 * lane);
+                total.sum = __fmaf_rn(total.sum, fi, __fmul_rn(from[32 * C + (lane & 3) + (lane >> 3) * 4], gi));
+                total.acc[0] = __fmaf_rn(total.acc[0], fi, __fmul_rn(a.x, gi));
+                total.acc[1] = __fmaf_rn(total.acc[1], fi, __fmul_rn(a.y, gi));
+                total.acc[2] = __fmaf_rn(total.acc[2], fi, __fmul_rn(a.z, gi));
+                total.acc[3] = __fmaf_rn(total.acc[3], fi, __fmul_rn(a.w, gi));
+            }
+            total.maximum = __shfl_sync(0xffffffffu, top, parts - 1);
+            if (any_long) {
+                __syncwarp();
+                if (lane == 0) merged[header.buffer] = use + 1;
             }
         }
 
         // The slice.
-        float sum = xor_add(xor_add(xor_add(total.sum, 1), SUBS == 1 ? 2 : 4), 8);
-        sum = xor_add(sum, 16);
-#if SUBS == 2
-#pragma unroll
-        for (int e = 0; e < C; e++) total.acc[e] = xor_add(total.acc[e], 16);
-#endif
-        const i64 here = (i64)row * heads + head;
-        float* const to = scratch + (here * slices + slice) * SLICE;
-        if (sub == 0) {
-#pragma unroll
-            for (int e = 0; e < C; e += 4)
-                *(float4*)(to + channel + e) = make_float4(total.acc[e], total.acc[e + 1], total.acc[e + 2], total.acc[e + 3]);
-        }
+        const float sum = xor_add(xor_add(xor_add(xor_add(total.sum, 1), 2), 8), 16);
+        const i64 here = (i64)header.row * heads + head;
+        float* const to = scratch + (here * splits + split) * SLICE;
+        *(float4*)(to + channel) = make_float4(total.acc[0], total.acc[1], total.acc[2], total.acc[3]);
         if (lane == 0) { to[DIM] = total.maximum; to[DIM + 1] = sum; }
-        own |= !plan.w;
-        if (plan.w) {
+        if (is_long) {
             __threadfence();
             __syncwarp();
-            if (lane == 0) { merged[(merges - 1) % BUFFERS] = (merges - 1) / BUFFERS + 1; atomicAdd(counters + here, 1); }
+            if (lane == 0) atomicAdd(counters + here, 1);
+        } else {
+            own = true;
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
-    // The warp's own rows are made known together: a fence takes as long as some tokens.
+    // All slices of the block are made known together: a fence takes as long as some tokens.
     if (own) __threadfence();
     __syncwarp();
-    for (int i = member + TEAM * lane; i < batch; i += 32 * TEAM)
-        if (n_coded[i] <= quarter) atomicAdd(counters + (i64)i * heads + head, 1);
+    int done = 0;
+    if (lane == 0) done = atomicAdd((int*)written + DONE, 1);
+    if (__shfl_sync(0xffffffffu, done, 0) == WARPS - 1) {
+        __threadfence();
+        for (int i = lane; i < batch; i += 32)
+            if (n_coded[i] <= fair) atomicAdd(counters + (i64)i * heads + head, 1);
+    }
 
     // Every slice of a row is written when its counter says so; the row's turn goes to one warp of the head. All blocks
     // are resident (the caller launches at most one per multiprocessor), so waiting ends.
-    for (int row = slice + slices * member; row < batch; row += slices * TEAM) {
+    for (int row = split + splits * warp; row < batch; row += splits * WARPS) {
         const i64 here = (i64)row * heads + head;
         if (lane == 0) {
             int arrived;
             for (;;) {
                 asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counters + here) : "memory");
-                if (arrived >= slices) break;
-                if (batch >= TEAM) __nanosleep(32);  // others compute; a lonely row is to be ready at once
+                if (arrived >= splits) break;
+                if (batch >= WARPS) __nanosleep(32);  // others compute; a lonely row is to be ready at once
             }
             counters[here] = 0;
         }
         __syncwarp();
-        const float* from = scratch + here * slices * SLICE;
+        const float* from = scratch + here * splits * SLICE;
         float top = NONE, total = 0.0f;
         float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         // A lane has a slice's maximum and sum, and four channels of all slices: one latency for everything there is.
-        for (int first = 0; first < slices; first += MERGE, from += MERGE * SLICE) {
-            const int n = min(slices - first, MERGE);
+        for (int first = 0; first < splits; first += MERGE, from += MERGE * SLICE) {
+            const int n = min(splits - first, MERGE);
             const float maximum = lane < n ? __ldcg(from + lane * SLICE + DIM) : NONE;
             float sum = lane < n ? __ldcg(from + lane * SLICE + DIM + 1) : 0.0f;
             float4 a[MERGE];

@@ -16,8 +16,7 @@ CHANNELS = (4, 8)
 HEAD_DIM = 128
 LOG2E = 1.4426950408889634
 # Of the source.
-TEAM, SLICE, TABLE_BYTES, BUFFERS, DEPTH, SLOT, OFFSETS = 4, 132, 65536, 2, 3, 1824, 11
-TEAMS = {4: 3, 8: 3}  # c -> teams per block; with 16 warps registers spill
+WARPS, SLICE, TABLE_BYTES, DEPTH, SLOT, OFFSETS, PARTIALS, PARTIAL, FLAGS = 12, 132, 65536, 3, 1824, 10, 44, 148, 12
 
 
 def cuda_kernel_problem(
@@ -44,8 +43,8 @@ def cuda_kernel_problem(
 
 
 def _kernel(channels: int, dtype: torch.dtype, device: int) -> CudaKernel:
-    macros = (("CHANNELS", channels), ("HALF_INPUT", int(dtype == torch.float16)), ("TEAMS", TEAMS[channels]))
-    return load_kernel(SOURCE, "vq_decode_attention", macros, device, shared_bytes(channels))
+    macros = (("CHANNELS", channels), ("HALF_INPUT", int(dtype == torch.float16)))
+    return load_kernel(SOURCE, "vq_decode_attention", macros, device, shared_bytes())
 
 
 def entry_major(table: torch.Tensor) -> torch.Tensor:
@@ -57,13 +56,10 @@ def is_entry_major(table: torch.Tensor) -> bool:
     return table.transpose(1, 2).is_contiguous()
 
 
-def shared_bytes(channels: int) -> int:
+def shared_bytes() -> int:
     """Shared memory of a block: ``SMEM_BYTES`` of the source."""
-    partial = 4 * (32 * channels + 36)
-    team = TEAM * (DEPTH * SLOT + BUFFERS * partial + 64) + 2 * BUFFERS * 4
-    angles = 2 * OFFSETS * (HEAD_DIM // 2) * 4
-    total = 2 * TABLE_BYTES + TEAMS[channels] * team + angles
-    return (total + 15) // 16 * 16 + 16
+    warp = DEPTH * SLOT + 64 + 48
+    return 2 * TABLE_BYTES + WARPS * warp + PARTIALS * PARTIAL * 4 + 2 * OFFSETS * (HEAD_DIM // 2) * 4 + FLAGS * 4 + 16
 
 
 def cuda_layout_problem(
@@ -127,14 +123,13 @@ def vq_decode_attention_cuda(
     """
     batch, heads, head_dim = query.shape
     channels = k_table.shape[3]
-    teams = TEAMS[channels]
     # All blocks must be resident, as they wait for each other's slices. 128: results do not change with a few more SMs.
     resident = torch.cuda.get_device_properties(query.device).multi_processor_count // heads
     splits = max(1, min(num_splits or 128 // heads, resident))
     device = query.device
     kernel = _kernel(channels, query.dtype, device.index)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    scratch = torch.empty(batch * heads * splits * teams * SLICE, dtype=torch.float32, device=device)
+    scratch = torch.empty(batch * heads * splits * SLICE, dtype=torch.float32, device=device)
     counters = _counters(device, torch.cuda.current_stream(device).cuda_stream, batch * heads)
     tensors = (
         query, k_codes, v_codes, k_table, v_table, k_window, v_window, lengths, n_coded,
@@ -149,7 +144,7 @@ def vq_decode_attention_cuda(
     )  # fmt: skip
     kernel(
         (splits, heads, 1),
-        teams * TEAM * 32,
+        WARPS * 32,
         *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors),
         ctypes.c_float(scale * LOG2E),
         ctypes.c_int(batch),
