@@ -16,10 +16,10 @@
 // first, while the tables are on their way. Values of a span are summed while the scores of the next one are reduced.
 //
 // Order of sums: a row's pages are cut into slices, one for each block of a head, and a slice into up to WARPS parts (see
-// FEW_PARTS). A row that holds more than a warp's share of all coded tokens (any row, of fewer than WARPS) is shared: each
-// warp takes a part of the slice. The other rows go to the warps in turn; one warp then takes all parts of the slice, one
-// after another, so that starting and ending a row is paid for once. Parts, then slices, are merged in a fixed order,
-// whoever computed them: a row alone equals the row in any batch, bit for bit.
+// FEW_PARTS). Rows go to the warps in turn: one warp takes all parts of the slice, one after another, so that starting and
+// ending a row is paid for once. In a last turn that would leave warps idle (the only one, of fewer than WARPS rows), several
+// warps share a slice, and all of them share the slices of rows that would keep a single one longer than the others. Parts,
+// then slices, are merged in a fixed order, whoever computed them: a row alone equals the row in any batch, bit for bit.
 //
 // Compiled by NVRTC without headers. Macros: CHANNELS (c: 4 or 8), HALF_INPUT (1: fp16 query and window, 0: bf16).
 
@@ -48,7 +48,7 @@ typedef unsigned long long u64;
 #define HEADROOM 4.0f         // log2: weights stay below 2^4, far from the limits of fp16
 
 #define MERGE 8               // slices of a row that are merged at a time
-#define PARTIALS 44           // parts of shared rows that may be kept at once; their bytes are a multiple of 64
+#define PARTIALS 48           // parts of shared slices that may be kept at once; their bytes are a multiple of 64
 #define DEPTH 3               // items on their way to shared memory
 // A slot holds an item: codes of a span (keys, then values), or two full-precision tokens (keys, then values); behind them
 // what a row's or part's first item brings along.
@@ -62,11 +62,11 @@ typedef unsigned long long u64;
 #define OFFSETS 10            // rows of cosines, then of sines: distances 0 to 7, middle of a span, 16
 #define WEIGHT_AT (OFFSET_AT + 2 * OFFSETS * HALF * 4)
 #define FLAG_AT (WEIGHT_AT + WARPS * 64)
-#define FLAGS 12              // int: warps that have written, of up to eight rows; long rows merged, of two buffers; warps done
-#define MERGED 8
-#define DONE 10
+#define FLAGS 16              // int: warps that have written, of up to WARPS rows; long rows merged, of two buffers; warps done; unused
+#define MERGED WARPS
+#define DONE (WARPS + 2)
 #define PLAN_AT (FLAG_AT + 4 * FLAGS)
-#define SMEM_BYTES (PLAN_AT + WARPS * 48 + 16)
+#define SMEM_BYTES (PLAN_AT + WARPS * 64 + 16)
 
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
@@ -196,15 +196,17 @@ struct Plan {
     int row, item, span, next_part;    // item: of two full-precision tokens, before the spans; next_part: its first span
     int items, end, page, end_page;    // spans end at `end`; pages [page, end_page) of the slice
     int part, tokens, turn, coded;     // spans of a part; full-precision tokens, and where the recent ones begin in their ring
+    int sharers, member, place, flag;  // in the last turn: warps of the row, this one's number, where parts are kept, which flag
 };
 // What a warp does of a row.
 struct Header {
     int row, tokens, spans, part;      // tokens in full precision, or none if they are another warp's; spans of a part
     int slice_spans;                   // of all sharers
-    u8 sharers, buffer;                // warps that share the slice, or 0; flag of the row
-    u8 place, first_part;              // where the slice's parts are kept, the full-precision tokens before them; this warp's first
+    u8 sharers, flag;                  // warps that share the slice, or 0; which flag is theirs
+    u8 place, first_part;              // where the slice's parts are kept, and this warp's first
     bool lonely;                       // the last span's second page does not exist
-    bool window, skip;                 // full-precision tokens are this warp's; the row is another warp's after all
+    bool window, is_long;              // full-precision tokens are this warp's; all warps share it
+    bool at_once;                      // the slice is made known at once, not with all others
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
@@ -262,16 +264,63 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     // What the kernel before this one wrote is read from here on; see dependent_launch.py.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    // Long rows, of more than a warp's share of all coded tokens, are shared by all warps. The others go to the warps in
-    // turn; what would be an incomplete last turn is shared by as many warps as there are for each row.
-    int fair = 0, most = 0;
-    for (int i = lane; i < batch; i += 32) { fair += n_coded[i]; most = max(most, n_coded[i]); }
-    fair = __reduce_add_sync(0xffffffffu, fair) / WARPS;
-    const bool any_long = (int)__reduce_max_sync(0xffffffffu, (u32)most) > fair;
-    int rest = any_long ? 0 : batch % WARPS;
-    if (rest > WARPS / 2 || batch > 8 * WARPS) rest = 0;
-    const int sharers = rest ? WARPS / rest : 1;
-    const int rest_row = rest && warp / sharers < rest ? batch - rest + warp / sharers : batch;
+    // Long rows: one warp would take half again as long for one as for its share of all rows.
+    const int own_coded = lane < batch ? n_coded[lane] : 0;
+    int all_coded = own_coded, most = own_coded;
+    for (int i = lane + 32; i < batch; i += 32) { all_coded += n_coded[i]; most = max(most, n_coded[i]); }
+    if (batch > 1) {
+        all_coded = __reduce_add_sync(0xffffffffu, all_coded);
+        most = __reduce_max_sync(0xffffffffu, (u32)most);
+    }
+    int fair = batch > WARPS ? all_coded / WARPS + all_coded / (2 * WARPS) : 0x7fffffff;
+    // Rows of the last turn, if it is to be shared. Late in a large batch it is not worth it.
+    int rest = batch <= WARPS ? batch : most > fair || batch > 8 * WARPS || batch % WARPS > WARPS / 2 ? 0 : batch % WARPS;
+
+    auto parts_of = [&](int coded, int& share, int& part) {  // of a whole slice; share: its pages, part: spans of one
+        const int pages = coded >> 3;
+        share = (int)((u32)(pages + splits - 1) / (u32)splits + 1) & ~1;  // whole spans
+        part = max(FEW_PARTS(coded) ? (share / 2 + WARPS / 2 - 1) / (WARPS / 2) : (share / 2 + WARPS - 1) / WARPS, 2);
+        return (share / 2 + part - 1) / part;
+    };
+    Plan* const kept = (Plan*)(smem + PLAN_AT) + warp;
+    int rest_row = batch;
+    {
+        Plan plan = {};
+        plan.row = -1;
+        if (batch == 1) {
+            plan.sharers = WARPS;
+            plan.member = warp;
+            rest_row = 0;
+        } else if (rest) {
+            // A lane for each row: one warp, and of the others according to its length; places for its parts.
+            const int coded = batch <= WARPS ? own_coded : lane < rest ? n_coded[batch - rest + lane] : 0;
+            const int sum = batch <= WARPS ? all_coded : (int)__reduce_add_sync(0xffffffffu, (u32)coded);
+            int share, part, sharers = lane < rest ? 1 + (int)((u32)((WARPS - rest) * coded) / (u32)max(sum, 1)) : 0;
+            int end = sharers, place = sharers > 1 ? max(parts_of(coded, share, part), 1) + (sharers == WARPS) : 0;
+            const int places = place;
+#pragma unroll
+            for (int hop = 1; hop < 16; hop <<= 1) {
+                const int before = __shfl_up_sync(0xffffffffu, end, hop), places_before = __shfl_up_sync(0xffffffffu, place, hop);
+                if (lane >= hop) { end += before; place += places_before; }
+            }
+            if (__shfl_sync(0xffffffffu, place, rest - 1) > PARTIALS) {  // no room: all warps share them one by one, or none does
+                rest = 0;
+                if (batch <= WARPS) fair = -1;
+            } else {
+                const int mine = __ffs(__ballot_sync(0xffffffffu, lane < rest && warp < end)) - 1;
+                if (mine >= 0) {
+                    plan.sharers = __shfl_sync(0xffffffffu, sharers, mine);
+                    plan.member = warp - __shfl_sync(0xffffffffu, end - sharers, mine);
+                    plan.place = __shfl_sync(0xffffffffu, place - places, mine);
+                    plan.flag = mine;
+                    rest_row = batch - rest + mine;
+                }
+            }
+        }
+        if (lane == 0) *kept = plan;
+        __syncwarp();
+    }
+    const bool any_long = most > fair;
 
     // ---- copies to shared memory, DEPTH items ahead. An item: a span of codes, or two full-precision tokens, or nothing.
 
@@ -286,14 +335,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     };
     int ahead_fast = 0;            // spans that follow one another
     const u8* ahead_codes = k_codes;  // this lane's 16 bytes of the next span
-    int long_rows = 0;
-    Plan* const kept = (Plan*)(smem + PLAN_AT) + warp;
-    if (lane == 0) {
-        Plan none = {};
-        none.row = -1;
-        *kept = none;
-    }
-    __syncwarp();
+    int long_rows = 0, first_warp = 0;  // first_warp: the one that takes the first part of the next long row
     auto copy_codes = [&](u32 slot, const u8* from) {
 #if CHANNELS == 4
         copy16(slot + 16 * lane, from);
@@ -315,31 +357,32 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     // Plans this warp's part of a row, and tells whoever reads the slot.
     auto begin_row = [&](Plan& plan, u32 slot) {
         const int length = lengths[plan.row], pages = (plan.coded = n_coded[plan.row]) >> 3;
-        const int share = (int)((u32)(pages + splits - 1) / (u32)splits + 1) & ~1;  // whole spans
+        int share;
+        const int parts = parts_of(plan.coded, share, plan.part);
         plan.page = min(split * share, pages);
         plan.end_page = min(plan.page + share, pages);
         const int spans = (plan.end_page - plan.page + 1) >> 1;
-        const bool few = FEW_PARTS(plan.coded);
-        plan.part = max(few ? (share / 2 + WARPS / 2 - 1) / (WARPS / 2) : (share / 2 + WARPS - 1) / WARPS, 2);
-        int others = 1, member = 0, each = WARPS, buffer = 0, room = 0;  // each: parts of a warp
-        if (plan.coded > fair) {
+        const bool is_long = plan.coded > fair, is_rest = plan.row == rest_row;
+        int others = 1, member = 0, each = parts, place = 0, flag = 0;  // each: parts of a warp
+        if (is_long) {
             others = WARPS;
-            member = warp;
+            member = warp - first_warp + (warp < first_warp ? WARPS : 0);
             each = 1;
-            buffer = long_rows++ % 2;
-            room = PARTIALS / 2;
-        } else if (plan.row >= batch - rest) {
-            member = warp % sharers;
-            buffer = warp / sharers;
-            room = PARTIALS / rest;
-            if (share / 2 <= plan.part * (room - 1)) {  // else one warp takes all
-                others = sharers;
-                each = few ? (WARPS / 2 + sharers - 1) / sharers : (WARPS + sharers - 1) / sharers;
-            }
+            flag = long_rows++ % 2;
+            place = flag * (PARTIALS / 2);
+            first_warp += parts;
+            if (first_warp >= WARPS) first_warp -= WARPS;
+        } else if (is_rest) {
+            others = plan.sharers;
+            member = plan.member;
+            each = (u32)(parts + others - 1) / (u32)others;
+            place = plan.place;
+            flag = plan.flag;
         }
-        const bool skip = member >= others, window = member == others - 1;
-        plan.span = plan.next_part = skip ? 0 : min(member * each * plan.part, spans);
-        plan.end = skip ? 0 : min((member + 1) * each * plan.part, spans);
+        // Full-precision tokens: with the first part, or if all warps share the slice apart from it, with the shortest.
+        const bool window = member == (others == WARPS ? WARPS - 1 : 0);
+        plan.span = plan.next_part = min(member * each * plan.part, spans);
+        plan.end = min((member + 1) * each * plan.part, spans);
         plan.tokens = min(length, sinks) + max(length - sinks - plan.coded, 0);
         plan.turn = plan.coded % ring;
         plan.item = window ? split : 0;
@@ -353,12 +396,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             // A lonely page is in the last span of the slice.
             header.lonely = (plan.end_page - plan.page) % 2 && plan.end == spans;
             header.sharers = others > 1 ? others : 0;
-            header.buffer = buffer;
-            header.place = buffer * room;
-            header.first_part = member * each;
+            header.flag = flag;
+            header.place = place;
+            header.first_part = place + (others == WARPS) + member * each;
             header.slice_spans = spans;
             header.window = window;
-            header.skip = skip;
+            header.is_long = is_long;
+            header.at_once = is_long || is_rest;
             *(Header*)(smem + (slot - smem_begin) + HEADER) = header;
         }
         if (lane < 16) copy16(slot + QUERY + 16 * lane, query + plan.row * stride_qb + head * stride_qh + 8 * lane);
@@ -453,9 +497,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     for (;;) {
         const Header header = *(const Header*)(smem + (slot - smem_begin) + HEADER);
         if (header.row >= batch) break;
-        const bool is_long = any_long && header.sharers;
         // A long row that used the buffer before must have been merged; hardly ever waits.
-        if (is_long) while (merged[header.buffer] < merges / 2) {}
+        if (header.is_long) while (merged[header.flag] < merges / 2) {}
         u32 q_own[PAIRS], q_other[PAIRS];
         load_packed(q_own, slot + QUERY + 2 * channel);
         load_packed(q_other, slot + QUERY + 2 * (channel ^ HALF));
@@ -485,7 +528,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         // Full-precision tokens in fp32, two neighbours of one page at a time: sinks first, then the positions from sinks + coded on. They come first: the tables are still on their way.
         const int items = (header.tokens + 1) >> 1;
         if (split >= items && header.spans == 0) advance();
-        if (header.skip) continue;
 #pragma unroll 1
         for (int item = split; item < items; item += splits) {
             float u[C], w[C], score[2], top = NONE;
@@ -533,8 +575,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             advance();
         }
 
-        int next_part = header.place + 1 + header.first_part;
-        if (header.sharers && header.window) keep(total, header.place);
+        int next_part = header.first_part;
+        if (header.sharers && header.window && (header.sharers == WARPS || header.spans == 0)) {
+            keep(total, header.place);
+            total.clear();
+        }
         if (!staged && header.spans > 0) {
             staged = true;
 #pragma unroll
@@ -656,11 +701,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
 #pragma unroll 1
             for (done++; done < stop; done++) span(true);
             values();
+            total.merge(state);  // which nothing merged before changes by no bit
             if (header.sharers) {
-                keep(state, next_part);
-                next_part++;
-            } else {
-                total.merge(state);
+                keep(total, next_part++);
+                total.clear();
             }
         }
 
@@ -669,13 +713,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             __threadfence_block();
             __syncwarp();
             int before = 0;
-            if (lane == 0) before = atomicAdd((int*)written + header.buffer, 1);
-            const int use = any_long ? merges / 2 : 0;
-            merges++;
+            if (lane == 0) before = atomicAdd((int*)written + header.flag, 1);
+            const int use = header.is_long ? merges++ / 2 : 0;
             if (__shfl_sync(0xffffffffu, before, 0) != use * header.sharers + header.sharers - 1) continue;
             __threadfence_block();
             // The roundings of `merge`, part by part, but all loads and exponentials at one latency.
-            const int parts = (header.slice_spans + header.part - 1) / header.part + 1;
+            const int coded_parts = (header.slice_spans + header.part - 1) / header.part;
+            const int parts = header.sharers == WARPS ? coded_parts + 1 : max(coded_parts, 1);
             const float* from = merge + header.place * PARTIAL;
             const float maximum = lane < parts ? from[lane * PARTIAL + 32 * C + 16] : NONE;
             float top = maximum;
@@ -698,9 +742,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                 total.acc[3] = __fmaf_rn(total.acc[3], fi, __fmul_rn(a.w, gi));
             }
             total.maximum = __shfl_sync(0xffffffffu, top, parts - 1);
-            if (any_long) {
+            if (header.is_long) {
                 __syncwarp();
-                if (lane == 0) merged[header.buffer] = use + 1;
+                if (lane == 0) merged[header.flag] = use + 1;
             }
         }
 
@@ -710,7 +754,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         float* const to = scratch + (here * splits + split) * SLICE;
         *(float4*)(to + channel) = make_float4(total.acc[0], total.acc[1], total.acc[2], total.acc[3]);
         if (lane == 0) { to[DIM] = total.maximum; to[DIM + 1] = sum; }
-        if (is_long) {
+        if (header.at_once) {
             __threadfence();
             __syncwarp();
             if (lane == 0) atomicAdd(counters + here, 1);
@@ -719,14 +763,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
-    // All slices of the block are made known together: a fence takes as long as some tokens.
+    // The other slices of the block are made known together: a fence takes as long as some tokens.
     if (own) __threadfence();
     __syncwarp();
     int done = 0;
     if (lane == 0) done = atomicAdd((int*)written + DONE, 1);
     if (__shfl_sync(0xffffffffu, done, 0) == WARPS - 1) {
         __threadfence();
-        for (int i = lane; i < batch; i += 32)
+        for (int i = lane; i < batch - rest; i += 32)
             if (n_coded[i] <= fair) atomicAdd(counters + (i64)i * heads + head, 1);
     }
 

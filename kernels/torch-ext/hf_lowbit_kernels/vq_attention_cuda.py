@@ -16,7 +16,7 @@ CHANNELS = (4, 8)
 HEAD_DIM = 128
 LOG2E = 1.4426950408889634
 # Of the source.
-WARPS, SLICE, TABLE_BYTES, DEPTH, SLOT, OFFSETS, PARTIALS, PARTIAL, FLAGS = 12, 132, 65536, 3, 1824, 10, 44, 148, 12
+WARPS, SLICE, TABLE_BYTES, DEPTH, SLOT, OFFSETS, PARTIALS, PARTIAL, FLAGS = 12, 132, 65536, 3, 1824, 10, 48, 148, 16
 
 
 def cuda_kernel_problem(
@@ -58,7 +58,7 @@ def is_entry_major(table: torch.Tensor) -> bool:
 
 def shared_bytes() -> int:
     """Shared memory of a block: ``SMEM_BYTES`` of the source."""
-    warp = DEPTH * SLOT + 64 + 48
+    warp = DEPTH * SLOT + 64 + 64
     return 2 * TABLE_BYTES + WARPS * warp + PARTIALS * PARTIAL * 4 + 2 * OFFSETS * (HEAD_DIM // 2) * 4 + FLAGS * 4 + 16
 
 
