@@ -105,13 +105,24 @@ def test_cuda_matches_reference(case, device):
         assert (out[row] - exact[row]).abs().max() <= 2.0**-7 * max(1.0, float(exact[row].abs().max()))
 
 
+TURNS = {  # how rows come to the twelve warps of a block
+    "a warp or a few for each": (4000, 300, 1000, 81, 3, 2000, 77),
+    "most of them one": (3300, 4000, 8000, 3200, 7000, 5000, 3150, 7500, 90),
+    "two for each": (6144,) * 6,
+    "three for each, as many parts as there is room for": (9000,) * 4,
+    "no room: all for each in turn": (9000,) * 5,
+    "nearly all for one": (20000, 100),
+    "in turn, and all for a long one": (30000, *range(500, 900, 30)),
+    "in turn, then two for each": (3000,) * 17,
+    "in turn, then nothing to do": (2500,) * 13 + (5,),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("elements", [16, 32])
-@pytest.mark.parametrize(
-    "lengths", [(4000, 300, 1000, 81, 3, 2000, 77), (3300, 4000, 8000, 3200, 7000, 5000, 3150, 7500, 90)], ids=str
-)
+@pytest.mark.parametrize("lengths", TURNS.values(), ids=TURNS.keys())
 def test_cuda_row_alone_equals_row_in_batch_bit_for_bit(lengths, elements, device):
-    # Rows with more than a quarter of all tokens are shared by a team's warps, and alone all are; others are not.
+    # A row alone is shared by all warps of a block; in a batch by as many as there are for it, or by none.
     case = replace(CUDA_BASE, lengths=lengths, elements=elements, heads=16)
     inputs = attention_inputs(case, device)
     needs_cuda_kernel(inputs)
