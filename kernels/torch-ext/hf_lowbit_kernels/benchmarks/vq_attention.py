@@ -55,6 +55,7 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+ON_CPU = ("flash", "math")  # of these, PyTorch has on a CPU
 ROTATION_BYTES = 160e6  # three times the 50 MB L2 of an H200
 MAX_SETS = 32
 TOLERANCE = 2e-5 + 2.0**-7  # fp32 sums, one rounding to bf16 of outputs of size <= 1
@@ -145,6 +146,8 @@ def bench_sdpa(sizes: Sizes, batch: int, tokens: int, budget_s: float) -> dict:
     for name, backend in SDPA.items():
         if name == "math" and times:
             continue  # plain PyTorch, for devices without any of the others
+        if sizes.device == "cpu" and name not in ON_CPU:
+            continue
         try:
             with sdpa_kernel(backend):
                 calls = [lambda s=s: F.scaled_dot_product_attention(*s) for s in sets]
