@@ -40,7 +40,7 @@ typedef unsigned long long u64;
 #define TABLE 65536           // bytes of one table
 #define WARPS 12              // with 16 registers spill
 #define SLICE 132             // floats of a slice in global memory: 128 outputs, maximum, sum, two unused
-#define PARTIAL (32 * C + 20) // floats of a part in shared memory: outputs by lane, 16 sums, maximum, three unused
+#define PARTIAL (32 * C + 20) // floats of a part in shared memory: outputs by lane, 16 sums, the maximum, three unused
 #define NONE -1.0e30f         // finite: a warp without tokens gives exp2(0) * 0 and not NaN
 // A slice has up to WARPS parts, one for each warp where a single row must keep all busy: short rows (latency is all that
 // counts) and long ones. In between parts would be too short to start each: half as many.
@@ -111,15 +111,6 @@ __device__ __forceinline__ float choose(u32 mask, float a, float b) {  // a wher
     return __uint_as_float(d);
 }
 
-// fp32 loads of C neighbouring values.
-__device__ __forceinline__ void load_row(float (&x)[C], const float* p) {
-#pragma unroll
-    for (int e = 0; e < C; e += 4) {
-        float4 f = *(const float4*)(p + e);
-        x[e] = f.x; x[e + 1] = f.y; x[e + 2] = f.z; x[e + 3] = f.w;
-    }
-}
-
 struct Softmax {  // of one warp
     float maximum;  // log2 units
     float sum;      // this lane's tokens only
@@ -158,9 +149,6 @@ __device__ __forceinline__ int4 load4i(u32 at) {
     int4 x;
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
     return x;
-}
-__device__ __forceinline__ void store4i(u32 at, int x, int y, int z, int w) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 __device__ __forceinline__ uint2 load2(u32 at) {
     uint2 x;
