@@ -3,7 +3,7 @@
 import torch
 
 from .rope_tables import RopeTables
-from .vq_codes import vq_decode
+from .vq_codes import decode_heads
 
 
 def vq_decode_attention_reference(
@@ -38,13 +38,21 @@ def vq_decode_attention_reference(
             continue
         in_window = _window_positions(length, coded, sinks, query.device)
         index = torch.where(in_window < sinks, in_window, sinks + (in_window - sinks) % (k_window.shape[2] - sinks))
-        positions = torch.cat([in_window, torch.arange(sinks, sinks + coded, device=query.device)])
-        keys = torch.cat([k_window[row][:, index].to(dtype), _decode(k_codes[row], k_table, coded).to(dtype)], 1)
-        values = torch.cat([v_window[row][:, index].to(dtype), _decode(v_codes[row], v_table, coded).to(dtype)], 1)
-        keys = _rotate(keys, *rope.cos_sin(positions, dtype))
+        in_codes = torch.arange(sinks, sinks + coded, device=query.device)
+        cos, sin = rope.cos_sin(torch.cat([in_window, in_codes]), dtype)
         q = query[row].to(dtype).view(heads, query_heads // heads, head_dim)
-        weights = torch.softmax(q @ keys.transpose(1, 2) * scale, dim=-1)
-        out[row] = (weights @ values).view(query_heads, head_dim).to(query.dtype)
+        recent, full = slice(None, len(index)), slice(len(index), None)
+        scores = [
+            q @ _rotate(keys, cos[part], sin[part]).transpose(1, 2)
+            for keys, part in (
+                (k_window[row][:, index].to(dtype), recent),
+                (_decode(k_codes[row], k_table, coded, dtype), full),
+            )
+        ]
+        weights = torch.softmax(torch.cat(scores, dim=-1) * scale, dim=-1)
+        attended = weights[..., recent] @ v_window[row][:, index].to(dtype)
+        attended += weights[..., full] @ _decode(v_codes[row], v_table, coded, dtype)
+        out[row] = attended.view(query_heads, head_dim).to(query.dtype)
     return out
 
 
@@ -54,13 +62,18 @@ def _window_positions(length: int, coded: int, sinks: int, device: torch.device)
     return positions[(positions < sinks) | (positions >= sinks + coded)]
 
 
-def _decode(codes: torch.Tensor, table: torch.Tensor, coded: int) -> torch.Tensor:
-    """The first ``coded`` tokens of one row's pages ``[P, H, 8, NG]`` as ``[H, coded, D]`` fp16."""
-    pages = codes[: -(-coded // 8)].permute(0, 2, 1, 3)
-    return vq_decode(pages.reshape(-1, *pages.shape[2:])[:coded], table).transpose(0, 1)
+def _decode(codes: torch.Tensor, table: torch.Tensor, coded: int, dtype: torch.dtype) -> torch.Tensor:
+    """The first ``coded`` tokens of one row's pages ``[P, H, 8, NG]`` as ``[H, coded, D]``."""
+    codes = codes[: -(-coded // 8)].transpose(0, 1).flatten(1, 2)[:, :coded]
+    if codes.numel() < table[..., 0].numel():
+        return decode_heads(codes, table).to(dtype)
+    return decode_heads(codes, table.to(dtype))  # fewer numbers to convert
 
 
 def _rotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Half-split RoPE: channel i turns with channel i + D/2."""
-    first, second = keys.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    out = torch.empty_like(keys)
+    (first, second), (to_first, to_second) = keys.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
+    return out
