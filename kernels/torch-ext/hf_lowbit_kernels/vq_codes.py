@@ -33,7 +33,9 @@ def decode_heads(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def _first_entries(table: torch.Tensor) -> torch.Tensor:
     """Where a group's entries begin in a table as one list of entries; int32 ``[H, NG]``."""
     heads, groups, entries = table.shape[:3]
-    return torch.arange(0, heads * groups * entries, entries, dtype=torch.int32, device=table.device).view(heads, groups)
+    return torch.arange(0, heads * groups * entries, entries, dtype=torch.int32, device=table.device).view(
+        heads, groups
+    )
 
 
 # An entry is copied as one number of its size, which is ten times faster on a CPU than copying its few elements.
