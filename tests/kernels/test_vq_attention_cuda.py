@@ -94,7 +94,7 @@ def test_a_launch_fits_the_source(hopper, elements, heads, splits):
     vq_attention_cuda.vq_decode_attention_cuda(**staged_inputs(elements=elements, heads=heads))
     ((source, name, macros, _, shared), (grid, threads, *args)) = hopper[-1]
     macros = dict(macros)
-    assert grid == (splits, heads, 1) and threads == 384 and macros["CHANNELS"] == elements // 4
+    assert grid == (splits, heads, 1) and macros["CHANNELS"] == elements // 4
 
     # One argument for each parameter, of its size.
     signature = re.search(name + r"\((.*?)\)\s*\{", SOURCE, re.S)[1]
@@ -112,4 +112,5 @@ def test_a_launch_fits_the_source(hopper, elements, heads, splits):
         names = re.sub(r"[A-Z_]{2,}|\bC\b", lambda match: f"({value(str(values[match[0]]))})", text)
         return eval(names.replace("/", "//"))  # noqa: S307  our own source
 
+    assert threads == 32 * value("WARPS")
     assert shared == value("SMEM_BYTES") <= 227 * 1024

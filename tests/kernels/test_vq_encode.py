@@ -177,6 +177,12 @@ def test_decode_and_half_norms_match_their_definition(device):
     out = vq_decode(codes, tables[1])
     assert out.dtype == torch.float16 and out.shape == (3, 5, 2, 32)
     assert torch.equal(out[2, 4, 1, 12:16], tables[1, 1, 3, int(codes[2, 4, 1, 3])])
+    every = torch.arange(8, device=device)
+    for table in (tables[1], tables[1].double(), tables[1, ..., :3]):  # entries of any size, wherever they lie
+        found = vq_decode(codes.transpose(0, 1), table).unflatten(-1, (8, -1))
+        assert found.dtype == table.dtype
+        for head in range(2):
+            assert torch.equal(found[..., head, :, :], table[head, every, codes.transpose(0, 1)[..., head, :].long()])
     joint = tables[:, 1, 3, 77].double()
     torch.testing.assert_close(half_norms(tables)[1, 3, 77].double(), 0.5 * joint.square().sum(), rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="pass the table of the same layer"):

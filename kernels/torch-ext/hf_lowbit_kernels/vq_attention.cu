@@ -62,11 +62,12 @@ typedef unsigned long long u64;
 #define OFFSETS 10            // rows of cosines, then of sines: distances 0 to 7, middle of a span, 16
 #define WEIGHT_AT (OFFSET_AT + 2 * OFFSETS * HALF * 4)
 #define FLAG_AT (WEIGHT_AT + WARPS * 64)
-#define FLAGS 16              // int: warps that have written, of up to WARPS rows; long rows merged, of two buffers; warps done; unused
+#define FLAGS 16              // int: warps that have written, of WARPS rows; long rows merged, of two buffers; warps done; unused
 #define MERGED WARPS
 #define DONE (WARPS + 2)
 #define PLAN_AT (FLAG_AT + 4 * FLAGS)
-#define SMEM_BYTES (PLAN_AT + WARPS * 64 + 16)
+#define PLAN 64               // bytes of struct Plan, of each warp
+#define SMEM_BYTES (PLAN_AT + WARPS * PLAN + 16)
 
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 d; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
@@ -196,6 +197,7 @@ struct Header {
     bool window, is_long;              // full-precision tokens are this warp's; all warps share it
     bool at_once;                      // the slice is made known at once, not with all others
 };
+static_assert(sizeof(Plan) == PLAN && sizeof(Header) <= SLOT - HEADER, "they have their places in shared memory");
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     const u16* __restrict__ query, const u8* __restrict__ k_codes, const u8* __restrict__ v_codes,
@@ -275,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     {
         Plan plan = {};
         plan.row = -1;
-        if (batch == 1) {
+        if (batch == 1) {  // as below, without asking anybody: a single row is to be ready soon
             plan.sharers = WARPS;
             plan.member = warp;
             rest_row = 0;
@@ -312,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
 
     // ---- copies to shared memory, DEPTH items ahead. An item: a span of codes, or two full-precision tokens, or nothing.
 
-    // The first row from `row` on that this warp has a part in.
+    // The first row from `from` on that this warp has a part in.
     auto find_row = [&](int from) {
         int row = from;
         if (any_long)
@@ -342,6 +344,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         const float* from = (lane < 16 ? base_cos : base_sin) + (i64)(position >> 3) * HALF + 4 * (lane & 15);
         copy16(slot + ANGLES + 16 * lane, from);
     };
+    auto header_at = [&](u32 slot) -> Header& { return *(Header*)(smem + (slot - smem_begin) + HEADER); };
     // Plans this warp's part of a row, and tells whoever reads the slot.
     auto begin_row = [&](Plan& plan, u32 slot) {
         const int length = lengths[plan.row], pages = (plan.coded = n_coded[plan.row]) >> 3;
@@ -391,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             header.window = window;
             header.is_long = is_long;
             header.at_once = is_long || is_rest;
-            *(Header*)(smem + (slot - smem_begin) + HEADER) = header;
+            header_at(slot) = header;
         }
         if (lane < 16) copy16(slot + QUERY + 16 * lane, query + plan.row * stride_qb + head * stride_qh + 8 * lane);
     };
@@ -403,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             if (plan.row < batch) begin_row(plan, slot);
         }
         if (plan.row >= batch) {
-            if (lane == 0) ((Header*)(smem + (slot - smem_begin) + HEADER))->row = batch;
+            if (lane == 0) header_at(slot).row = batch;
         } else if (plan.item < plan.items) {
             const int token = min(2 * plan.item + (lane >> 4), plan.tokens - 1);
             int at = token + (token < sinks ? 0 : plan.turn);
@@ -483,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
     bool staged = false, own = false;
 
     for (;;) {
-        const Header header = *(const Header*)(smem + (slot - smem_begin) + HEADER);
+        const Header header = header_at(slot);
         if (header.row >= batch) break;
         // A long row that used the buffer before must have been merged; hardly ever waits.
         if (header.is_long) while (merged[header.flag] < merges / 2) {}
@@ -513,7 +516,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
             if (lane == 0) to[32 * C + 16] = part.maximum;
         };
 
-        // Full-precision tokens in fp32, two neighbours of one page at a time: sinks first, then the positions from sinks + coded on. They come first: the tables are still on their way.
+        // Full-precision tokens in fp32, two neighbours of one page at a time: sinks first, then the positions from
+        // sinks + coded on. They come first: the tables are still on their way.
         const int items = (header.tokens + 1) >> 1;
         if (split >= items && header.spans == 0) advance();
 #pragma unroll 1

@@ -4,7 +4,7 @@ import torch
 
 
 def vq_decode(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Look up codes. No gradient flows through it.
+    """Look up codes.
 
     Args:
         codes: uint8 ``[..., H, NG]``.
@@ -16,41 +16,30 @@ def vq_decode(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the shapes do not fit each other.
     """
-    heads, groups = table.shape[:2]
-    if codes.shape[-2:] != (heads, groups):
+    if codes.shape[-2:] != table.shape[:2]:
         raise ValueError(
-            f"codes end in {tuple(codes.shape[-2:])}, the table has {heads} heads x {groups} groups; "
+            f"codes end in {tuple(codes.shape[-2:])}, the table has {table.shape[0]} heads x {table.shape[1]} groups; "
             "pass the table of the same layer, step and kind (key or value)."
         )
     return _look_up(codes, table, _first_entries(table))
 
 
 def decode_heads(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """As `vq_decode`, of codes ``[H, n, NG]``: ``[H, n, NG * c]``."""
+    """`vq_decode` head by head: of codes ``[H, n, NG]``, ``[H, n, NG * c]``, contiguous."""
     return _look_up(codes, table, _first_entries(table).unsqueeze(1))
 
 
 def _first_entries(table: torch.Tensor) -> torch.Tensor:
-    """Where a group's entries begin in a table as one list of entries; int32 ``[H, NG]``."""
+    """Where each group begins in a table as one list of entries: int32 ``[H, NG]``."""
     heads, groups, entries = table.shape[:3]
-    return torch.arange(0, heads * groups * entries, entries, dtype=torch.int32, device=table.device).view(
-        heads, groups
-    )
-
-
-# An entry is copied as one number of its size, which is ten times faster on a CPU than copying its few elements.
-WIDE = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16}
+    first = torch.arange(heads * groups, dtype=torch.int32, device=table.device) * entries
+    return first.view(heads, groups)
 
 
 def _look_up(codes: torch.Tensor, table: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    entries = table.detach().reshape(-1, table.shape[3])
-    size = entries.element_size()
-    width = next(width for width in WIDE if entries.shape[1] * size % width == 0)
-    if entries.storage_offset() * size % width:
-        entries = entries.clone()
-    index = (codes.contiguous() + first).view(-1)
-    found = entries.view(WIDE[width]).squeeze(1).index_select(0, index)
-    return found.view(table.dtype).view(*codes.shape[:-1], codes.shape[-1] * table.shape[3])
+    # On a CPU index_select takes a quarter of the time that indexing takes.
+    rows = table.reshape(-1, table.shape[3]).index_select(0, (codes.contiguous() + first).flatten())
+    return rows.view(*codes.shape[:-1], codes.shape[-1] * table.shape[3])
 
 
 def half_norms(tables: torch.Tensor) -> torch.Tensor:
