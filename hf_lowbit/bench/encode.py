@@ -22,8 +22,8 @@ from .timing import Stamp
 
 
 METHOD = """Random weights of the model's shape. Prefill: LoopVQCache on random tokens, with CUDA events around the cache's work of
-turning states into codes in every layer. commit_share: all of it (gathering states, encoding, writing codes and window;
-idle gaps between its kernels count too), encode_share: the encoder's calls alone; both over the time of the whole prefill,
+turning states into codes in every layer. commit_share: all of it (encoding, writing codes and window; idle gaps between its
+kernels count too), encode_share: the encoder's calls alone; both over the time of the whole prefill,
 medians of several runs. Decode: steps of the model under CUDA graphs, timed one by one; encode_share = (time of a step that
 encodes a page - time of a step that does not) / time of 8 steps."""
 MODELS = ("ouro1.4b",)
@@ -49,7 +49,7 @@ def prefill_shares(model, batch: int, tokens: int, runs: int, device: str) -> di
     rows = []
     for _ in range(1 + runs):
         with spans(EvenChunk, "commit", device) as commits:
-            with spans(LoopVQCodebook, "encode", device) as encodes:
+            with spans(LoopVQCodebook, "encode_chunk", device) as encodes:
                 start = Stamp(device)
                 model(ids, use_cache=True, logits_to_keep=1, **{CACHE_ARG: hf_lowbit.LoopVQCache(model)})
                 end = Stamp(device)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import nn
 
-from hf_lowbit_kernels import PageCoder, vq_encode_pages
+from hf_lowbit_kernels import PageCoder, vq_encode_chunk, vq_encode_pages
 
 from .encoder import encode, entry_norms
 from .grouping import Grouping
@@ -102,11 +103,37 @@ class LoopVQCodebook(nn.Module):
             rows, pages: int64 ``[n]``.
             slots: int64 ``[n, 8]``, window indices of a page's tokens.
         """
+        vq_encode_pages(window, codes, *self._coders(block), rows, pages, slots)
+
+    def encode_chunk(
+        self,
+        block: int,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        window: torch.Tensor,
+        slots: torch.Tensor,
+        first: int,
+        codes: torch.Tensor,
+    ) -> None:
+        """:meth:`encode` of the oldest tokens of a window and a chunk, where they lie; see `vq_encode_chunk`.
+
+        Args:
+            block: whose steps these are.
+            keys, values: ``[B, H, n, D]`` of each step, the chunk's; keys before RoPE.
+            window: ``[T_c, 2, B, H, S + R, D]``.
+            slots: int64 ``[lead]``, window indices of the tokens before the chunk.
+            first: which of these and the chunk's tokens is the first to encode.
+            codes: ``[2, B, P, H, 8, NG]``, pages of the block; changed in place.
+        """
+        vq_encode_chunk(keys, values, window, slots, first, codes, *self._coders(block))
+
+    def _coders(self, block: int) -> list[PageCoder]:
+        """Of keys and of values."""
         coders = []
         for side in SIDES:
             metric, norms = self._encoder(side, block)
             coders.append(PageCoder(self.block_tables(side, block), norms, metric))
-        vq_encode_pages(window, codes, *coders, rows, pages, slots)
+        return coders
 
     def _encoder(self, side: Side, block: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Metric and norms, kept until a buffer changes (another tensor, or written in place): never stale."""

@@ -95,7 +95,7 @@ class Span:
 
         Args:
             store, codebook: of the layer.
-            query: ``[B, Hq, n, D]`` after RoPE.
+            query: ``[B, Hq, n, D]`` before RoPE.
             key, value: ``[B, H, n, D]``, keys before RoPE.
             cos, sin: ``[B or 1, n, D]``.
             step: loop step.
@@ -106,8 +106,17 @@ class Span:
         """
         query, key, value = (states[self.rows, :, self.columns] for states in (query, key, value))
         cos, sin = ((table if len(table) == 1 else table[self.rows])[:, self.columns] for table in (cos, sin))
+        # With the keys, in one launch, unless a gradient flows through the query.
+        turned: dict[str, torch.Tensor] = {}
+        if torch.is_grad_enabled() and query.requires_grad:
+            query = rotate(query, cos, sin)
+        else:
+            turned = {"query": query, "queries": torch.empty_like(query)}
+            query = turned["queries"]
         if self.start == 0:
-            return self._softmax(query, rotated(key, cos, sin), value, scale)
+            keys = torch.empty_like(key)
+            rope_copy(key, cos, sin, keys, **turned)
+            return self._softmax(query, keys, value, scale)
         slots, window_angles, code_angles = self._once("past", key.device, lambda: self._past(key))
         coded, past = self.coded, self.coded + len(slots)
         batch, heads, count, head_dim = key.shape
@@ -119,7 +128,7 @@ class Span:
             vq_decode_pages(*codes, *tables, *code_angles, keys[:, :, :coded], values[:, :, :coded])
         window = store.window[step, :, self.rows]
         rope_copy(window[0], *window_angles, keys[:, :, coded:past], window[1], values[:, :, coded:past], slots)
-        rope_copy(key, cos, sin, keys[:, :, past:], value, values[:, :, past:])
+        rope_copy(key, cos, sin, keys[:, :, past:], value, values[:, :, past:], **turned)
         return self._softmax(query, keys, values, scale)
 
     def _past(self, like: torch.Tensor) -> tuple[torch.Tensor, tuple, tuple | None]:
@@ -150,12 +159,3 @@ def lower_right(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, g
         if can_use_flash_attention(asked) or can_use_efficient_attention(asked):
             return causal_lower_right(count, total)
     return torch.ones(count, total, dtype=torch.bool, device=query.device).tril(total - count)
-
-
-def rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """:func:`~.spec.rotate` in one kernel where there is one."""
-    if torch.is_grad_enabled() and states.requires_grad:
-        return rotate(states, cos, sin)
-    out = torch.empty_like(states)
-    rope_copy(states, cos, sin, out)
-    return out

@@ -11,7 +11,7 @@ from hf_lowbit_kernels import vq_decode
 
 from ..config import PAGE
 from .codebook import SIDES, LoopVQCodebook
-from .prefill_attention import Layout, Once, Span, rotated
+from .prefill_attention import Layout, Once, Span
 from .spec import rotate
 from .store import LayerStore
 
@@ -71,7 +71,6 @@ class RaggedChunk:
     ) -> torch.Tensor:
         """Of one layer and loop step; ``query``, ``key`` and ``value`` before RoPE. Returns ``[B, n, Hq, D]``."""
         self._pending[layer, step] = (key, value)
-        query = rotated(query, cos, sin)
         if self._apart(query.device):
             return self._row_by_row(store, codebook, query, key, value, cos, sin, step, scale)
         return self._masked(store, codebook, query, key, value, cos, sin, step, scale).transpose(1, 2)
@@ -98,7 +97,7 @@ class RaggedChunk:
             keys.append(rotate(self._reconstruct(store, codebook, 0, step, most, key.dtype), *code_angles))
             values.append(self._reconstruct(store, codebook, 1, step, most, key.dtype))
         return F.scaled_dot_product_attention(
-            query, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=mask, scale=scale,
+            rotate(query, cos, sin), torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=mask, scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
 

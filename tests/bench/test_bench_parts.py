@@ -94,12 +94,12 @@ def test_random_models_have_the_published_sizes():
 
 @torch.no_grad()
 def test_spans_time_every_call_and_leave_nothing_behind(model):
-    original = LoopVQCodebook.encode
-    with spans(LoopVQCodebook, "encode", "cpu") as found:
+    original = LoopVQCodebook.encode_chunk
+    with spans(LoopVQCodebook, "encode_chunk", "cpu") as found:
         model(torch.ones((1, 200), dtype=torch.long), **{CACHE_ARG: hf_lowbit.LoopVQCache(model)})
-    assert len(found) == 2 * 2  # layers x (keys, values), one block of steps
+    assert len(found) == 2  # layers; keys and values of one block of steps together
     assert all(start.until(end) > 0 for start, end in found)
-    assert LoopVQCodebook.encode is original
+    assert LoopVQCodebook.encode_chunk is original
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------

@@ -95,3 +95,13 @@ def poisoned_memory(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(empty(*a, **k)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
+
+
+@pytest.fixture(autouse=True)
+def no_remembered_capability():
+    """Some tests replace what PyTorch says of a device."""
+    from hf_lowbit_kernels import on_device
+
+    on_device.capability.cache_clear()
+    yield
+    on_device.capability.cache_clear()

@@ -1,5 +1,6 @@
 """Overlapping launches: who asks for them, and what the driver is told."""
 
+import contextlib
 import ctypes
 
 import pytest
@@ -66,9 +67,23 @@ class Driver:
 def test_a_launch_says_what_it_was_told(overlap, monkeypatch):
     driver = Driver()
     monkeypatch.setattr(cuda_module, "_libraries", lambda: (None, driver))
-    monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 77})())
+    current = [1]
+
+    @contextlib.contextmanager
+    def device(index):
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda index: type("Stream", (), {"cuda_stream": 77 if current == [index] else 0})(),
+    )
     kernel = cuda_module.CudaKernel(ctypes.c_void_p(1), 1000, 0)
     kernel((3, 2, 1), 96, ctypes.c_int(42), overlap=overlap)
     assert driver.grid == (3, 2, 1) and driver.rest == (96, 1, 1, 1000, 77) and driver.argument == 42
     assert driver.attributes == ([(6, 1)] if overlap else [])
+    assert current == [1]

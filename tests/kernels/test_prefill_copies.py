@@ -65,6 +65,21 @@ def test_keys_are_rotated_and_values_copied(backend, case, gather, device):
     assert torch.equal(alone, keys)
 
 
+@pytest.mark.parametrize("valued", [False, True], ids=["keys", "keys and values"])
+@pytest.mark.parametrize("case", COPIES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_of_the_same_tokens_are_rotated_along(backend, case, valued, device):
+    batch, heads, count, dim, dtype, angle_dtype, shared = case
+    key, value = (draw(batch, count, heads, dim, dtype=dtype, device=device, seed=i).transpose(1, 2) for i in (1, 2))
+    query = draw(batch, count, 3 * heads, dim, dtype=dtype, device=device, seed=3).transpose(1, 2)
+    cos, sin = angles(1 if shared else batch, count, dim, angle_dtype, device)
+    keys, values, queries = (torch.empty_like(states) for states in (key, value, query))
+    pair = (value, values) if valued else ()
+    rope_copy(key, cos, sin, keys, *pair, query=query, queries=queries, backend=backend)
+    assert torch.equal(queries, rotated(query, cos, sin)) and torch.equal(keys, rotated(key, cos, sin))
+    assert not valued or torch.equal(values, value)
+
+
 # rows, pages, heads, head_dim, channels, dtype, dtype of the angles, one angle for all rows
 PAGES = [
     (1, 9, 2, 64, 4, BF16, BF16, True),
@@ -185,6 +200,16 @@ def test_wrong_arguments_are_refused():
         ("sin", sin[:, :3], "sin has shape"),
         ("slots", torch.zeros(72), "slots has shape"),
         ("slots", torch.zeros(72, dtype=torch.int64, device="meta"), "slots is on meta and key on cpu; move both"),
+        ("query", keys, "query and queries must be given together"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rope_copy(**{**good, name: wrong})
+    good |= dict(query=keys, queries=torch.empty_like(keys))
+    for name, wrong, message in (
+        ("query", keys[:, :, 1:], "query has shape"),
+        ("queries", torch.empty_like(keys)[:, :1], "queries has shape"),
+        ("query", keys.float(), "query is torch.float32; it needs the dtype of key"),
+        ("slots", torch.arange(72), "without slots, or neither"),
     ):
         with pytest.raises(ValueError, match=message):
             rope_copy(**{**good, name: wrong})

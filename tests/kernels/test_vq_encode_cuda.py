@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from hf_lowbit_kernels import cuda_module, half_norms, ops, vq_encode
+from hf_lowbit_kernels import PageCoder, cuda_module, group_major, half_norms, ops, vq_encode
 from hf_lowbit_kernels import vq_encode_cuda as module
 
 
@@ -66,6 +66,24 @@ def test_what_does_not_compile_does_not_run(hopper, monkeypatch):
     assert "does not compile" in module.encode_cuda_problem(torch.device("cuda"), BF16, 4, 4)
 
 
+def parameters(name):
+    """Type and name of each parameter."""
+    signature = re.search(name + r"\((.*?)\)\s*\{", SOURCE, re.S)[1]
+    return [part.replace("const ", "").strip().rpartition(" ")[::2] for part in signature.split(",")]
+
+
+def parameter_sizes(name):
+    pointers = re.search(r"struct Side \{.*?states\[(\d+)\], \*window;.*?\};", SOURCE, re.S)
+    sides = 2 * 8 * (3 + int(pointers[1]) + 1)
+    sizes = {"int": 4, "float": 4, "i64": 8, "__grid_constant__ Sides": sides}
+    return [8 if "*" in kind else sizes[kind] for kind, _ in parameters(name)]
+
+
+def named(name, args, wanted):
+    values = dict(zip((parameter for _, parameter in parameters(name)), args))
+    return [values[parameter].value for parameter in wanted.split()]
+
+
 @pytest.mark.parametrize(
     "tokens, heads, dim, steps, channels, dtype, grid",
     [
@@ -85,23 +103,56 @@ def test_a_launch_fits_the_source(hopper, tokens, heads, dim, steps, channels, d
     assert launched == grid and threads == 32 * macros["WARPS"] <= 1024
     assert macros["STEPS"] * macros["CHANNELS"] == steps * channels and macros["WEIGHTED"] == (dtype == BF16)
     assert macros["HALF_INPUT"] == (dtype == FP16)
+    assert not macros["PAGED"]
     # All tokens are someone's, and whole 16-token tiles.
-    per_block = args[8].value
+    per_block = args[5].value
     assert (grid[1] - 1) * per_block < tokens <= grid[1] * per_block and per_block % (16 * macros["TILES"]) == 0
-
-    # One argument for each parameter, of its size.
-    signature = re.search(name + r"\((.*?)\)\s*\{", SOURCE, re.S)[1]
-    parameters = [part.strip() for part in signature.split(",")]
-    sizes = {"int": 4, "float": 4, "i64": 8}
-    expected = [8 if "*" in text else sizes[text.split()[0]] for text in parameters]
-    assert [ctypes.sizeof(arg) for arg in args] == expected
-    assert str(args[-1].value) == "-0.0"
+    assert [ctypes.sizeof(arg) for arg in args] == parameter_sizes(name)
+    groups = dim // channels
+    assert named(name, args, "nothing lead stride_cp stride_cg stride_cn") == [
+        -0.0,
+        0,
+        8 * heads * groups,
+        1,
+        heads * groups,
+    ]
+    assert named(name, args, "stride_t stride_n stride_h stride_d") == list(vectors.stride())
 
     # Shared memory as the source adds it up.
     groups, depth = 64 // (steps * channels), 2 if steps * channels == 32 else 1
     assert "#define FRAGMENTS (GROUPS * 32 * DEPTH * 32)" in SOURCE and "#define NORMS (GROUPS * 32 * 4)" in SOURCE
     fragment = 8 if steps * channels == 8 else 16
     assert shared == groups * 32 * depth * 32 * fragment + groups * 32 * 4 * 16 <= 227 * 1024
+
+
+@pytest.mark.parametrize("rows, pages", [(1, 256), (3, 20), (1, 2)])
+def test_a_launch_of_a_chunk_fits_the_source(hopper, rows, pages):
+    heads, dim, steps, channels, count = 2, 64, 4, 4, 8 * pages - 3
+    _, tables, norms = arguments(1, heads, dim, steps, channels, BF16, "cpu")
+    coder = PageCoder(tables, norms, None)
+    states = [[torch.zeros(rows, count, heads, dim, dtype=BF16).transpose(1, 2) for _ in range(steps)] for _ in "kv"]
+    window = torch.zeros(2 * steps, 2, rows, heads, 21, dim, dtype=BF16)[steps:]
+    codes = group_major(torch.zeros(2, rows, pages + 1, heads, 8, dim // channels, dtype=torch.uint8))[:, :, 1:]
+    slots = torch.arange(5)
+    module.vq_encode_chunk_cuda(*states, window, slots, 2, codes, coder, coder)
+    ((_, name, macros, *_), (grid, _, sides, to, *args)) = hopper[-1]
+    args = (sides, to, *args)
+    assert dict(macros)["PAGED"] == dict(macros)["VECTOR"] == 1 and grid[2] == 2
+    assert [ctypes.sizeof(arg) for arg in args] == parameter_sizes(name)
+    tokens, per_block, blocks, lead, first = named(
+        name, args, "tokens tokens_per_block blocks_per_row lead first_token"
+    )
+    assert (tokens, lead, first) == (8 * pages, 5, 2) and grid[1] == rows * blocks
+    assert (blocks - 1) * per_block < tokens <= blocks * per_block
+    assert to.value == codes.data_ptr()
+    for i, side in enumerate(sides):
+        assert [side.states[step] for step in range(steps)] == [state.data_ptr() for state in states[i]]
+        assert side.window == window[:, i].data_ptr() and side.tables == tables.data_ptr() and side.metric is None
+    batch, token = states[0][0].stride(0), states[0][0].stride(2)
+    assert named(name, args, "stride_b stride_n stride_h") == [batch, token, dim]
+    assert named(name, args, "stride_wt stride_wb stride_wh stride_wn") == [window.stride(i) for i in (0, 2, 3, 4)]
+    order = "stride_cs stride_cb stride_cp stride_ch stride_cn stride_cg"
+    assert named(name, args, order) == list(codes.stride())
 
 
 @pytest.mark.parametrize(
@@ -117,6 +168,6 @@ def test_a_launch_fits_the_source(hopper, tokens, heads, dim, steps, channels, d
 )
 def test_pieces_are_loaded_whole_where_they_lie_so(change, fits):
     vectors = change(torch.zeros(4, 9, 3, 32, dtype=BF16))
-    assert module._in_pieces(vectors, 8, 4) is fits
-    assert module._in_pieces(torch.zeros(4, 9, 2, 12, dtype=BF16), 3, 4) is False  # a pair would run over the end
-    assert module._in_pieces(torch.zeros(8, 9, 2, 16, dtype=BF16), 8, 2) is False  # a piece spans two steps
+    assert module._in_pieces(8, 4, 4, vectors) is fits
+    assert module._in_pieces(3, 4, 4, torch.zeros(4, 9, 2, 12, dtype=BF16)) is False  # a pair would run over the end
+    assert module._in_pieces(8, 2, 8, torch.zeros(8, 9, 2, 16, dtype=BF16)) is False  # a piece spans two steps

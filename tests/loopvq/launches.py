@@ -64,7 +64,7 @@ def count_as_on_a_gpu(monkeypatch) -> Launches:
         monkeypatch.setattr(module, "elementwise_backend", lambda *sizes: ("triton", "as on a GPU"))
     ours = {
         cache_module: ("vq_decode_attention",),
-        codebook_module: ("vq_encode_pages", "encode"),
+        codebook_module: ("vq_encode_chunk", "vq_encode_pages", "encode"),
         prefill_module: ("rope_copy", "vq_decode_pages"),
     }
     for module, name in ((module, name) for module, names in ours.items() for name in names):

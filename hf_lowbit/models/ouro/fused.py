@@ -96,13 +96,19 @@ class FusedDecode:
         address = None if merged is None else merged.data_ptr()
         return self.backend, torch.is_grad_enabled(), model.training, address
 
-    def usable(self, model: nn.Module, embeds: torch.Tensor) -> bool:
-        """Whether this pass runs fused; sets `problem`."""
+    def weights(self, model: nn.Module, embeds: torch.Tensor) -> dict[nn.Module, _Weights] | None:
+        """What :meth:`loop` multiplies by, of each layer, or None if this pass does not run fused; sets `problem`.
+
+        Found once for all loop steps, and not kept: it would hold on to the memory of a model that moved.
+        """
         self.problem = self._find_problem(model, embeds)
-        return self.problem is None
+        if self.problem is not None:
+            return None
+        return {layer: _Weights.of(layer, merge_qkv=embeds.shape[1] == 1) for layer in model.layers}
 
     def loop(
         self,
+        weights: dict[nn.Module, _Weights],
         layers: Sequence[nn.Module],
         last_norm: nn.Module,
         hidden_states: torch.Tensor,
@@ -114,13 +120,16 @@ class FusedDecode:
         """One loop step over `[B, n, hidden]`: all layers, then `last_norm`.
 
         Args:
+            weights: of :meth:`weights`, of this pass.
             layer_states: if a list, every layer's output is appended to it.
         """
         # Steps are many small kernels: each one's launch and first loads hide behind the end of the one before.
         with overlapping_launches() if hidden_states.shape[1] == 1 else contextlib.nullcontext():
-            return self._loop(layers, last_norm, hidden_states, position_embeddings, step, cache, layer_states)
+            return self._loop(
+                weights, layers, last_norm, hidden_states, position_embeddings, step, cache, layer_states
+            )
 
-    def _loop(self, layers, last_norm, hidden_states, position_embeddings, step, cache, layer_states):
+    def _loop(self, weights, layers, last_norm, hidden_states, position_embeddings, step, cache, layer_states):
         backend = self.backend
         tokens = hidden_states.shape[0] * hidden_states.shape[1]
         multiply = _few_rows(backend) if tokens <= self.few_rows else _many_rows(backend)
@@ -128,11 +137,11 @@ class FusedDecode:
         first = layers[0].input_layernorm
         normed = rms_norm(hidden_states, first.weight, first.variance_epsilon, backend=backend)
         for layer, following in zip(layers, norms):
-            attended = _attention(layer.self_attn, normed, position_embeddings, step, cache, multiply)
+            attended = _attention(layer.self_attn, weights[layer], normed, position_embeddings, step, cache, multiply)
             hidden_states, normed = _norm_add_norm(
                 attended, layer.input_layernorm_2, hidden_states, layer.post_attention_layernorm, backend
             )
-            out = _mlp(layer.mlp, normed, multiply)
+            out = _mlp(layer.mlp, weights[layer], normed, multiply)
             hidden_states, normed = _norm_add_norm(
                 out, layer.post_attention_layernorm_2, hidden_states, following, backend
             )
@@ -217,32 +226,53 @@ def _few_rows(backend: str) -> _Products:
     return _Products(*(functools.partial(op, backend=backend) for op in (few_rows_linear, swiglu, few_rows_swiglu)))
 
 
-def _attention(attention, normed, position_embeddings, step: int, cache: KVAttention, multiply: _Products):
+class _Weights(NamedTuple):
+    """Of one layer: a matrix where a projection, or several merged, is nothing but a product with it; else the module."""
+
+    qkv: torch.Tensor | tuple[torch.Tensor | nn.Module, ...]
+    o: torch.Tensor | nn.Module
+    gate_up: torch.Tensor | None
+    down: torch.Tensor | nn.Module
+
+    @classmethod
+    def of(cls, layer: nn.Module, merge_qkv: bool) -> _Weights:
+        qkv = _merged(_qkv(layer)) if merge_qkv else None
+        if qkv is None:
+            qkv = tuple(map(_plain_weight, _qkv(layer)))
+        o, down = _plain_weight(layer.self_attn.o_proj), _plain_weight(layer.mlp.down_proj)
+        return cls(qkv, o, _merged(_gate_up(layer)), down)
+
+
+def _attention(
+    attention, weights: _Weights, normed, position_embeddings, step: int, cache: KVAttention, multiply: _Products
+):
     """`[B, n, hidden]` after `o_proj`; as OuroAttention with a KVAttention."""
     shape = (*normed.shape[:-1], -1, attention.head_dim)
-    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
-    weight = _merged(linears) if normed.shape[1] == 1 else None
-    if weight is None:
-        parts = [_linear(linear, normed, multiply) for linear in linears]
+    if isinstance(weights.qkv, tuple):
+        parts = [_product(normed, weight, multiply) for weight in weights.qkv]
     else:
-        parts = multiply.linear(normed, weight).split([linear.out_features for linear in linears], dim=-1)
+        sizes = [linear.out_features for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        parts = multiply.linear(normed, weights.qkv).split(sizes, dim=-1)
     query, key, value = (part.view(shape).transpose(1, 2) for part in parts)
     out = cache.attend(query, key, value, *position_embeddings, layer=attention.layer_idx, step=step, module=attention)
-    return _linear(attention.o_proj, out.reshape(*normed.shape[:-1], -1), multiply)
+    return _product(out.reshape(*normed.shape[:-1], -1), weights.o, multiply)
 
 
-def _mlp(mlp, normed, multiply: _Products) -> torch.Tensor:
+def _mlp(mlp, weights: _Weights, normed, multiply: _Products) -> torch.Tensor:
     """As OuroMLP."""
-    weight = _merged((mlp.gate_proj, mlp.up_proj))
-    if weight is None:
+    if weights.gate_up is None:
         hidden = multiply.swiglu(mlp.gate_proj(normed), mlp.up_proj(normed))
     else:
-        hidden = multiply.merged_swiglu(normed, weight)
-    return _linear(mlp.down_proj, hidden, multiply)
+        hidden = multiply.merged_swiglu(normed, weights.gate_up)
+    return _product(hidden, weights.down, multiply)
 
 
-def _linear(linear: nn.Module, x: torch.Tensor, multiply: _Products) -> torch.Tensor:
-    return multiply.linear(x, linear.weight) if _is_plain(linear) else linear(x)
+def _product(x: torch.Tensor, weight: torch.Tensor | nn.Module, multiply: _Products) -> torch.Tensor:
+    return multiply.linear(x, weight) if isinstance(weight, torch.Tensor) else weight(x)
+
+
+def _plain_weight(linear: nn.Module) -> torch.Tensor | nn.Module:
+    return linear.weight if _is_plain(linear) else linear
 
 
 def _merged(linears: Sequence[nn.Module]) -> torch.Tensor | None:

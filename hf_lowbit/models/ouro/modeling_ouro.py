@@ -479,7 +479,7 @@ class OuroModel(OuroPreTrainedModel):
                 output_loop_states,
                 kv_attention=cache,
                 layer_states=layer_states,
-                fused=self.fused_decode.usable(self, chunk_embeds),
+                fused=self.fused_decode.weights(self, chunk_embeds),
             )
             if layer_states is not None:
                 layer_states[-1] = fields["last_hidden_state"]
@@ -502,14 +502,14 @@ class OuroModel(OuroPreTrainedModel):
         exit_rule: ExitRule,
         output_loop_states: bool,
         layer_states: list[torch.Tensor] | None = None,
-        fused: bool = False,
+        fused: dict[nn.Module, Any] | None = None,
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
         """All T loops over `[B, n, hidden]` embeddings.
 
         Args:
             layer_states: if a list, the embeddings and every layer's output are appended to it.
-            fused: run the layers through `fused_decode`; `kwargs` hold `kv_attention`.
+            fused: run the layers through `fused_decode`, with these weights; `kwargs` hold `kv_attention`.
 
         Returns:
             `last_hidden_state` `[B, n, hidden]`; with `output_loop_states` also `loop_hidden_states`
@@ -525,10 +525,10 @@ class OuroModel(OuroPreTrainedModel):
 
         layers = self.layers[: self.config.num_hidden_layers]
         for step in range(self.config.total_ut_steps):
-            if fused:
+            if fused is not None:
                 hidden_states = self.fused_decode.loop(
-                    layers, self.norm, hidden_states, position_embeddings, step, kwargs["kv_attention"], layer_states
-                )
+                    fused, layers, self.norm, hidden_states, position_embeddings, step, kwargs["kv_attention"], layer_states
+                )  # fmt: skip
             else:
                 for decoder_layer in layers:
                     hidden_states = decoder_layer(

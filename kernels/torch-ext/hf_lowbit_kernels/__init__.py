@@ -27,6 +27,7 @@ from .vq_attention_cuda import entry_major
 from .vq_attention_reference import vq_decode_attention_reference
 from .vq_codes import half_norms, vq_decode
 from .vq_decode_pages import vq_decode_pages, vq_decode_pages_reference
+from .vq_encode_chunk import vq_encode_chunk, vq_encode_chunk_reference
 from .vq_encode_pages import PageCoder, vq_encode_pages, vq_encode_pages_reference
 from .vq_encode_reference import vq_encode_reference
 
@@ -70,6 +71,8 @@ __all__ = [
     "vq_decode_pages",
     "vq_decode_pages_reference",
     "vq_encode",
+    "vq_encode_chunk",
+    "vq_encode_chunk_reference",
     "vq_encode_pages",
     "vq_encode_pages_reference",
     "vq_encode_reference",

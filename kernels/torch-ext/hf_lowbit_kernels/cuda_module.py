@@ -78,14 +78,13 @@ class CudaKernel:
         Raises:
             CudaError: the launch was refused.
         """
-        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
-        with torch.cuda.device(self._device):  # the driver launches in the current device's context
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            attribute = _LaunchAttribute(id=_STREAM_SERIALIZATION, value=(ctypes.c_int * 16)(1))
-            config = _LaunchConfig(
-                *grid, threads, 1, 1, self._shared_bytes, stream, ctypes.pointer(attribute), int(overlap)
-            )
-            _check_driver(_libraries()[1].cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+        if torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):  # the driver launches in the current device's context
+                return self(grid, threads, *args, overlap=overlap)
+        pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        config = _LaunchConfig(*grid, threads, 1, 1, self._shared_bytes, stream, _OVERLAPPING, int(overlap))
+        _check_driver(_libraries()[1].cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
 
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -106,6 +105,9 @@ class _LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.POINTER(_LaunchAttribute)),
         ("count", ctypes.c_uint),
     ]
+
+
+_OVERLAPPING = ctypes.pointer(_LaunchAttribute(id=_STREAM_SERIALIZATION, value=(ctypes.c_int * 16)(1)))
 
 
 @functools.cache

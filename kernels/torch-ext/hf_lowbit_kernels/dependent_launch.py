@@ -21,8 +21,9 @@ _thread = threading.local()
 def overlapping_launches() -> Iterator[None]:
     """Inside, kernels that can will overlap the one before them.
 
-    The caller promises that weights, norms, codebooks and RoPE tables are written by no kernel that may still run. Where a
-    device or Triton does not know such launches nothing changes.
+    The caller promises that weights, norms, codebooks and RoPE tables are written by no kernel that may still run, and numbers
+    of tokens (``lengths``, ``n_coded``) not by the kernel right before the one that reads them. Where a device or Triton does
+    not know such launches nothing changes.
     """
     before = getattr(_thread, "overlap", False)
     _thread.overlap = True

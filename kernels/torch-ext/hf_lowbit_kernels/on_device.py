@@ -1,6 +1,14 @@
-"""Triton launches where the tensors are."""
+"""What a device can do, and Triton launches where the tensors are."""
+
+import functools
 
 import torch
+
+
+@functools.cache  # asked for at every launch, and PyTorch takes some microseconds
+def capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability of a device."""
+    return torch.cuda.get_device_capability(device)
 
 
 def on_device(kernel, device: torch.device):

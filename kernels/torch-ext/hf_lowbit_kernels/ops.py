@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from .on_device import on_device
+from .on_device import capability, on_device
 from .rope_tables import RopeTables
 from .vq_attention_cuda import cuda_kernel_problem, cuda_layout_problem, is_entry_major, vq_decode_attention_cuda
 from .vq_attention_reference import vq_decode_attention_reference
@@ -195,7 +195,7 @@ def _triton_problem(kernel, device: torch.device, dtype: torch.dtype) -> str | N
         return "triton is not installed"
     if device.type != "cuda":
         return f"there is no kernel for {device.type} tensors"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+    if torch.version.hip is None and capability(device) < (8, 0):
         return "the kernels need compute capability 8.0 or newer"
     if dtype not in MODEL_DTYPES:
         return f"there is no kernel for {dtype}"

@@ -1,4 +1,4 @@
-"""Keys of many tokens, rotated, and their values as they are, into the place where attention reads them."""
+"""Keys of many tokens, rotated, and their values as they are, into the place where attention reads them; queries too."""
 
 import functools
 
@@ -25,10 +25,14 @@ def rope_copy(
     value: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    query: torch.Tensor | None = None,
+    queries: torch.Tensor | None = None,
     *,
     backend: Backend = "auto",
 ) -> None:
     """``keys[:, :, i]`` becomes ``key[:, :, slots[i]]`` after RoPE, ``values[:, :, i]`` is ``value[:, :, slots[i]]``.
+
+    The queries of the same tokens can be rotated in the same launch.
 
     Half-split RoPE, ``x * cos + rotate_half(x) * sin``; every operation rounds to the dtype that PyTorch gives it, the
     result to the dtype of ``keys``. No gradient flows through it.
@@ -39,6 +43,7 @@ def rope_copy(
         keys: ``[B, H, n, D]`` in the dtype of ``key``, changed in place.
         value, values: like ``key`` and ``keys``, or both None.
         slots: int64 ``[n]``, below m, read on the device only; None: in order, and m = n.
+        query, queries: ``[B, Hq, n, D]`` in the dtype of ``key``, the second changed in place; or both None. Not with ``slots``.
         backend: "auto" runs the Triton kernel on CUDA, else the reference.
 
     Raises:
@@ -69,10 +74,23 @@ def rope_copy(
         for name, tensor in (("value", value), ("values", values)):
             if tensor.dtype != dtype:
                 _refuse_dtype(name, tensor, dtype)
-    _require_one_device(key=key, cos=cos, sin=sin, keys=keys, value=value, values=values, slots=slots)
+    if (query is None) != (queries is None) or (query is not None and slots is not None):
+        raise ValueError("query and queries must be given together and without slots, or neither.")
+    if query is not None:
+        if query.dim() != 4 or (query.shape[0], *query.shape[2:]) != (batch, count, head_dim):
+            _require(False, "query", query, f"[{batch}, Hq, {count}, {head_dim}]")
+        if queries.shape != query.shape:
+            _require(False, "queries", queries, f"{list(query.shape)}, as query")
+        check_inner(query=query, queries=queries)
+        for name, tensor in (("query", query), ("queries", queries)):
+            if tensor.dtype != dtype:
+                _refuse_dtype(name, tensor, dtype)
+    _require_one_device(
+        key=key, cos=cos, sin=sin, keys=keys, value=value, values=values, slots=slots, query=query, queries=queries
+    )
     kernel = copy_backend(rope_copy_triton, key, cos, head_dim, backend) == "triton"
     run = on_device(rope_copy_triton, key.device) if kernel else rope_copy_reference
-    run(key, cos, sin, keys, value, values, slots)
+    run(key, cos, sin, keys, value, values, slots, query, queries)
 
 
 def rope_copy_reference(
@@ -83,8 +101,12 @@ def rope_copy_reference(
     value: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    query: torch.Tensor | None = None,
+    queries: torch.Tensor | None = None,
 ) -> None:
     """Same contract as `rope_copy`."""
+    if query is not None:
+        queries.copy_(rotate(query, cos, sin))
     if slots is not None:
         key = key.index_select(2, slots)
         value = None if value is None else value.index_select(2, slots)

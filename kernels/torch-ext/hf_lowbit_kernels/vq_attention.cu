@@ -251,9 +251,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
                                           : (sines ? offset_sin : offset_cos) + (distance < 8 ? distance : 16) * HALF;
         copy16((u32)__cvta_generic_to_shared(smem + OFFSET_AT) + 16 * i, from + at);
     }
-    // What the kernel before this one wrote is read from here on; see dependent_launch.py.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    // Rotations from the middle of a span to its tokens.
+    u32 cosines[MIRRORS][PAIRS], sines[MIRRORS][PAIRS];
+#pragma unroll
+    for (int s = 0; s < MIRRORS; s++) {
+#pragma unroll
+        for (int e = 0; e < PAIRS; e += 2) {
+            uint2 x = *(const uint2*)(mirror_half + (s * HALF + in_half) / 2 + e);
+            cosines[s][e] = x.x; cosines[s][e + 1] = x.y;
+            x = *(const uint2*)(mirror_half + ((8 + s) * HALF + in_half) / 2 + e);
+            sines[s][e] = x.x; sines[s][e + 1] = x.y;
+        }
+    }
+    // Column n of the sums is token n (and n + 8) of the span.
+    u32 ones[8];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        u32 bits = (lane >> 2) == n ? 0x3c003c00u : 0u;
+        ones[n] = __shfl_sync(0xffffffffu, bits, lane);  // kept: the compiler would compute it every time
+    }
+
+    // Lengths are older than the kernel before this one; see dependent_launch.py. Those that are read later lie in the L1 cache then.
+    if (lane < batch) { int unused; asm volatile("ld.global.b32 %0, [%1];" : "=r"(unused) : "l"(lengths + lane)); }
     // Long rows: one warp would take half again as long for one as for its share of all rows.
     const int own_coded = lane < batch ? n_coded[lane] : 0;
     int all_coded = own_coded, most = own_coded;
@@ -444,6 +463,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
+    // What the kernel before this one wrote, query and window, is read from here on.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #pragma unroll 1
     for (int i = 0; i < DEPTH; i++) copy_next(ring_begin + i * SLOT);
     u32 slot = ring_begin;
@@ -456,26 +478,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) vq_decode_attention(
         if (slot == ring_begin + DEPTH * SLOT) slot = ring_begin;
     };
     asm volatile("cp.async.wait_group %0;" :: "n"(DEPTH - 1) : "memory");
-
-    // Rotations from the middle of a span to its tokens.
-    u32 cosines[MIRRORS][PAIRS], sines[MIRRORS][PAIRS];
-#pragma unroll
-    for (int s = 0; s < MIRRORS; s++) {
-#pragma unroll
-        for (int e = 0; e < PAIRS; e += 2) {
-            uint2 x = *(const uint2*)(mirror_half + (s * HALF + in_half) / 2 + e);
-            cosines[s][e] = x.x; cosines[s][e + 1] = x.y;
-            x = *(const uint2*)(mirror_half + ((8 + s) * HALF + in_half) / 2 + e);
-            sines[s][e] = x.x; sines[s][e + 1] = x.y;
-        }
-    }
-    // Column n of the sums is token n (and n + 8) of the span.
-    u32 ones[8];
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-        u32 bits = (lane >> 2) == n ? 0x3c003c00u : 0u;
-        ones[n] = __shfl_sync(0xffffffffu, bits, lane);  // kept: the compiler would compute it every time
-    }
 
     // Where this lane's weight goes: its token within the span; lanes that differ in bit 2 hold the same.
     u32 weight_at = weights + 2 * (2 * (lane & 3) + (lane >> 3 & 1) + 8 * (lane >> 4));

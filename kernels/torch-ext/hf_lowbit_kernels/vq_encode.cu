@@ -16,13 +16,21 @@
 // A token's code does not depend on other tokens. Equal scores give the lowest code.
 //
 // Compiled by NVRTC without headers. Macros: STEPS, CHANNELS (their product is 8, 16 or 32), HALF_INPUT (states are fp16,
-// else bf16), WEIGHTED (there is a metric), VECTOR (pieces are contiguous and aligned), TILES, WARPS,
-// UNROLL (of the loop over tiles).
+// else bf16), WEIGHTED (there is a metric), VECTOR (pieces, of tables too, are contiguous and aligned), PAGED (keys and values of
+// a chunk and of the window before it, a tensor for each step; else one tensor of vectors), TILES, WARPS, UNROLL (of the loop
+// over tiles).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+
+struct Side {  // keys, or values
+    const u16 *tables;
+    const float *half_norms, *metric;
+    const u16 *states[4], *window;  // states: of each step (PAGED), or all of them
+};
+struct Sides { Side of[2]; };
 
 #define SIZE (STEPS * CHANNELS)
 #define PIECE (SIZE / 4)           // coordinates of a lane
@@ -90,6 +98,20 @@ __device__ __forceinline__ int channel_of(int t, int j) { return (t * PIECE + j)
 // Entries times metric of one group: those of lane `lane` in tile `tile`.
 __device__ __forceinline__ void weighted(float (&p)[PIECE], const u16* tables, const float* metric, int head, int heads, int group, int groups, int tile, int lane) {
     const int entry = 8 * tile + lane / 4, t = lane % 4;
+#if VECTOR && CHANNELS % PIECE == 0 && PIECE >= 4
+    const int at = (step_of(t, 0) * heads + head) * groups + group;
+    const u16* from = tables + ((i64)at * 256 + entry) * CHANNELS + channel_of(t, 0);
+#pragma unroll
+    for (int j = 0; j < PIECE; j += 4) {
+        const uint2 x = *(const uint2*)(from + j);
+        p[j] = from_half(x.x & 0xffff); p[j + 1] = from_half(x.x >> 16);
+        p[j + 2] = from_half(x.y & 0xffff); p[j + 3] = from_half(x.y >> 16);
+#if WEIGHTED
+        const float4 w = *(const float4*)(metric + at * CHANNELS + channel_of(t, j));
+        p[j] *= w.x; p[j + 1] *= w.y; p[j + 2] *= w.z; p[j + 3] *= w.w;
+#endif
+    }
+#else
 #pragma unroll
     for (int j = 0; j < PIECE; j++) {
         const int at = (step_of(t, j) * heads + head) * groups + group;
@@ -98,6 +120,7 @@ __device__ __forceinline__ void weighted(float (&p)[PIECE], const u16* tables, c
         p[j] *= metric[at * CHANNELS + channel_of(t, j)];
 #endif
     }
+#endif
 }
 
 __device__ __forceinline__ void scores(float (&d)[4], const u32 (&x)[2 * WORDS], const Fragment* b, const float4& c) {
@@ -113,10 +136,16 @@ __device__ __forceinline__ void scores(float (&d)[4], const u32 (&x)[2 * WORDS],
 #endif
 }
 
+// PAGED: tokens of each row; first: the first of them among those of the window, at `slots`, followed by the chunk's.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-vq_encode(const u16* __restrict__ vectors, const u16* __restrict__ tables, const float* __restrict__ half_norms,
-          const float* __restrict__ metric, u8* __restrict__ codes, int tokens, int heads, int groups, int tokens_per_block,
-          i64 stride_t, i64 stride_n, i64 stride_h, i64 stride_d, float nothing) {
+vq_encode(const __grid_constant__ Sides sides, u8* __restrict__ codes, int tokens, int heads, int groups, int tokens_per_block,
+          i64 stride_t, i64 stride_n, i64 stride_h, i64 stride_d, float nothing,
+          const i64* __restrict__ slots, int lead, int first_token, int blocks_per_row, i64 stride_b,
+          i64 stride_wt, i64 stride_wb, i64 stride_wh, i64 stride_wn,
+          i64 stride_cs, i64 stride_cb, i64 stride_cp, i64 stride_ch, i64 stride_cg, i64 stride_cn) {
+    const Side& side = sides.of[blockIdx.z];
+    const u16* const tables = side.tables;
+    const float *const half_norms = side.half_norms, *const metric = side.metric;
     extern __shared__ __align__(16) u8 shared[];
     Fragment* fragments = (Fragment*)shared;
     float4* norms = (float4*)(fragments + FRAGMENTS);
@@ -171,18 +200,31 @@ vq_encode(const u16* __restrict__ vectors, const u16* __restrict__ tables, const
     }
     __syncthreads();
 
-    const int first = blockIdx.y * tokens_per_block, end = min(first + tokens_per_block, tokens);
+#if PAGED
+    const int batch_row = blockIdx.y / blocks_per_row, first = blockIdx.y % blocks_per_row * tokens_per_block;
+#else
+    const int batch_row = 0, first = blockIdx.y * tokens_per_block;
+#endif
+    const int end = min(first + tokens_per_block, tokens);
     const int spans = (live + SPAN - 1) / SPAN, units = (end - first + CHUNK - 1) / CHUNK * spans;
-    for (int unit = warp; unit < units; unit += WARPS) {
-        const int slot = unit % spans * SPAN, row = first + unit / spans * CHUNK + lane / 4;
-        const u16* from = vectors + head * stride_h + (first_group + slot) * CHANNELS * stride_d;
-        u32 x[TILES][2][WORDS * SPAN];  // rows 8 * i + lane / 4 of each tile
+    // The states of a unit: rows 8 * i + lane / 4 of each tile.
+    auto load = [&](u32 (&x)[TILES][2][WORDS * SPAN], int unit) {
+        const int row = first + unit / spans * CHUNK + lane / 4, at_channel = (first_group + unit % spans * SPAN) * CHANNELS;
 #pragma unroll
         for (int a = 0; a < 2 * TILES; a++) {
-            const u16* state = from + min(row + 8 * a, end - 1) * stride_n;
+            const int token = min(row + 8 * a, end - 1);
             u32 (&w)[WORDS * SPAN] = x[a / 2][a % 2];
-#if VECTOR
+#if PAGED
+            const int step = step_of(t, 0), at = token + first_token;
+            const u16* piece = at < lead
+                ? side.window + step * stride_wt + batch_row * stride_wb + head * stride_wh + slots[at] * stride_wn
+                : side.states[step] + batch_row * stride_b + head * stride_h + (at - lead) * stride_n;
+            piece += at_channel + channel_of(t, 0);
+#else
+            const u16* state = side.states[0] + head * stride_h + at_channel * stride_d + token * stride_n;
             const u16* piece = state + step_of(t, 0) * stride_t + channel_of(t, 0);
+#endif
+#if VECTOR
             if (WORDS * SPAN == 1) w[0] = *(const u32*)piece;
             if (WORDS * SPAN == 2) { const uint2 v = *(const uint2*)piece; w[0] = v.x; w[WORDS * SPAN - 1] = v.y; }
             if (WORDS * SPAN == 4) {
@@ -198,6 +240,16 @@ vq_encode(const u16* __restrict__ vectors, const u16* __restrict__ tables, const
             }
 #endif
         }
+    };
+    u32 x[TILES][2][WORDS * SPAN], next[TILES][2][WORDS * SPAN];
+    if (warp < units) load(next, warp);
+    for (int unit = warp; unit < units; unit += WARPS) {
+        const int slot = unit % spans * SPAN, row = first + unit / spans * CHUNK + lane / 4;
+#pragma unroll
+        for (int a = 0; a < 2 * TILES; a++)
+#pragma unroll
+            for (int j = 0; j < WORDS * SPAN; j++) x[a / 2][a % 2][j] = next[a / 2][a % 2][j];
+        if (unit + WARPS < units) load(next, unit + WARPS);  // while this one is looked up
 #pragma unroll 1
         for (int s = 0; s < SPAN; s++) {
             Best best[TILES][2];
@@ -235,20 +287,34 @@ vq_encode(const u16* __restrict__ vectors, const u16* __restrict__ tables, const
                 c += 8;
                 code += 16;
             }
-            u8* to = codes + (i64)row * heads * groups + head * groups + first_group + slot + s;
+            // The largest of a row's four lanes. Lane t ends up with the rows of every fourth set of eight, from t on: each
+            // exchange halves what a lane still holds.
+            u8* to = codes + blockIdx.z * stride_cs + batch_row * stride_cb + head * stride_ch + (first_group + slot + s) * stride_cg + (row & 7) * stride_cn;
 #pragma unroll
-            for (int a = 0; a < 2 * TILES; a++) {
-                const Best& found = best[a / 2][a % 2];
-                float top = found.top, code = found.code;
-                if (top == found.pair) code += top == found.first ? 0 : 1;
-                else code += top == found.third ? 8 : 9;
+            for (int four = 0; four < 2 * TILES; four += 4) {
+                float top[4], code[4];
 #pragma unroll
-                for (int mask = 1; mask < 4; mask *= 2) {
-                    const float other = __shfl_xor_sync(FULL, top, mask);
-                    const float its = __shfl_xor_sync(FULL, code, mask);
-                    if (other > top || (other == top && its < code)) { top = other; code = its; }
+                for (int a = 0; a < 4; a++) {
+                    const Best& found = best[(four + a) / 2][a % 2];
+                    top[a] = found.top;
+                    code[a] = found.code + (found.top == found.pair ? (found.top == found.first ? 0.0f : 1.0f) : (found.top == found.third ? 8.0f : 9.0f));
                 }
-                if (a / 2 % 4 == t && row + 8 * a < end) to[(i64)8 * a * heads * groups] = (u8)__float2int_rn(code);
+#pragma unroll
+                for (int mask = 1, held = 2; mask < 4; mask *= 2, held /= 2) {
+                    const bool odd = t & mask;
+#pragma unroll
+                    for (int a = 0; a < held; a++) {
+                        // Sets 2 a and 2 a + 1 of those held: this lane keeps the one that its bit says.
+                        const float mine = odd ? top[2 * a + 1] : top[2 * a], my_code = odd ? code[2 * a + 1] : code[2 * a];
+                        const float other = __shfl_xor_sync(FULL, odd ? top[2 * a] : top[2 * a + 1], mask);
+                        const float its = __shfl_xor_sync(FULL, odd ? code[2 * a] : code[2 * a + 1], mask);
+                        const bool better = other > mine || (other == mine && its < my_code);
+                        top[a] = better ? other : mine;
+                        code[a] = better ? its : my_code;
+                    }
+                }
+                const int token = row + 8 * (four + t);
+                if (token < end) to[(token >> 3) * stride_cp] = (u8)__float2int_rn(code[0]);
             }
             if (SPAN == 2) {
 #pragma unroll
