@@ -98,15 +98,15 @@ def test_a_launch_fits_the_source(hopper, tokens, heads, dim, steps, channels, d
     vectors, tables, norms = arguments(tokens, heads, dim, steps, channels, dtype, "cpu")
     codes = module.vq_encode_cuda(vectors, tables, norms, torch.ones(steps, heads, dim) if dtype == BF16 else None)
     assert codes.shape == (tokens, heads, dim // channels)
-    ((_, name, macros, _, shared), (launched, threads, *args)) = hopper[-1]
+    ((_, name, macros, _, shared, *_), (launched, threads, *args)) = hopper[-1]
     macros = dict(macros)
-    assert launched == grid and threads == 32 * macros["WARPS"] <= 1024
+    assert launched == grid and threads == 128 * macros["WARPGROUPS"] <= 1024
     assert macros["STEPS"] * macros["CHANNELS"] == steps * channels and macros["WEIGHTED"] == (dtype == BF16)
     assert macros["HALF_INPUT"] == (dtype == FP16)
     assert not macros["PAGED"]
-    # All tokens are someone's, and whole 16-token tiles.
+    # All tokens are someone's, in whole chunks of a warpgroup.
     per_block = args[5].value
-    assert (grid[1] - 1) * per_block < tokens <= grid[1] * per_block and per_block % (16 * macros["TILES"]) == 0
+    assert (grid[1] - 1) * per_block < tokens <= grid[1] * per_block and per_block % 64 == 0
     assert [ctypes.sizeof(arg) for arg in args] == parameter_sizes(name)
     groups = dim // channels
     assert named(name, args, "nothing lead stride_cp stride_cg stride_cn") == [
@@ -119,10 +119,10 @@ def test_a_launch_fits_the_source(hopper, tokens, heads, dim, steps, channels, d
     assert named(name, args, "stride_t stride_n stride_h stride_d") == list(vectors.stride())
 
     # Shared memory as the source adds it up.
-    groups, depth = 64 // (steps * channels), 2 if steps * channels == 32 else 1
-    assert "#define FRAGMENTS (GROUPS * 32 * DEPTH * 32)" in SOURCE and "#define NORMS (GROUPS * 32 * 4)" in SOURCE
-    fragment = 8 if steps * channels == 8 else 16
-    assert shared == groups * 32 * depth * 32 * fragment + groups * 32 * 4 * 16 <= 227 * 1024
+    size = steps * channels
+    assert "#define PRODUCTS (SIZE == 8 ? 2 : 2 * HIGHS + 1)" in SOURCE and "#define HALF_PRODUCT 4096" in SOURCE
+    products = 2 if size == 8 else 2 * (2 if size == 32 else 1) + 1
+    assert shared == 64 // size * products * 2 * 4096 <= 227 * 1024
 
 
 @pytest.mark.parametrize("rows, pages", [(1, 256), (3, 20), (1, 2)])

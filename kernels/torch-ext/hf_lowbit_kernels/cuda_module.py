@@ -112,7 +112,12 @@ _OVERLAPPING = ctypes.pointer(_LaunchAttribute(id=_STREAM_SERIALIZATION, value=(
 
 @functools.cache
 def load_kernel(
-    source_file: str, name: str, macros: tuple[tuple[str, int], ...], device: int, shared_bytes: int
+    source_file: str,
+    name: str,
+    macros: tuple[tuple[str, int], ...],
+    device: int,
+    shared_bytes: int,
+    this_architecture_only: bool = False,
 ) -> CudaKernel:
     """Compile (once) and load a kernel for one device.
 
@@ -122,6 +127,7 @@ def load_kernel(
         macros: ``-D`` definitions.
         device: CUDA device index.
         shared_bytes: dynamic shared memory of every launch.
+        this_architecture_only: it uses what later architectures lack (wgmma).
 
     Raises:
         CudaError: the source does not compile (the message holds the compiler's log), or the driver refuses it.
@@ -130,7 +136,8 @@ def load_kernel(
     with open(source_file, "rb") as file:
         source = file.read()
     major, minor = torch.cuda.get_device_capability(device)
-    options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *(f"-D{key}={value}" for key, value in macros)]
+    target = f"sm_{major}{minor}{'a' if this_architecture_only else ''}"
+    options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{key}={value}" for key, value in macros)]
     array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     program = ctypes.c_void_p()
     _check_nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None))

@@ -15,9 +15,8 @@ from .on_device import capability
 
 SOURCE = os.path.join(os.path.dirname(__file__), "vq_encode.cu")
 SIZES = (8, 16, 32)  # coordinates of a vector
-WARPS = 16  # of a block; a multiprocessor holds one, as each thread has 128 registers
-TILES = {8: 4, 16: 2, 32: 2}  # size -> 16-token tiles of a warp; more would not fit into its registers
-UNROLL = 2
+WARPGROUPS = 4  # of a block; a multiprocessor holds one, as each thread has 128 registers
+CHUNK = 64  # of the source: tokens of a warpgroup
 PAGED_STEPS = 4  # of `vq_encode_chunk_cuda`, at most; of the source: pointers of a Side
 
 
@@ -49,8 +48,9 @@ def _build_problem(dtype: torch.dtype, steps: int, channels: int, device: int) -
 
 
 def shared_bytes(size: int) -> int:
-    """Dynamic shared memory of a block: the ``FRAGMENTS`` and ``NORMS`` of the source."""
-    return 65536 + 64 // size * 2048
+    """Dynamic shared memory of a block: ``GROUPS * PRODUCTS * PRODUCT`` of the source."""
+    products = {8: 2, 16: 3, 32: 5}[size]
+    return 64 // size * products * 8192
 
 
 def _kernel(
@@ -64,11 +64,9 @@ def _kernel(
         "WEIGHTED": int(weighted),
         "VECTOR": int(vector),
         "PAGED": int(paged),
-        "TILES": TILES[size],
-        "WARPS": WARPS,
-        "UNROLL": UNROLL,
+        "WARPGROUPS": WARPGROUPS,
     }
-    return load_kernel(SOURCE, "vq_encode", tuple(macros.items()), device, shared_bytes(size))
+    return load_kernel(SOURCE, "vq_encode", tuple(macros.items()), device, shared_bytes(size), True)
 
 
 class _Side(ctypes.Structure):
@@ -110,16 +108,16 @@ def _tables_in_pieces(coder) -> bool:
 
 
 @functools.cache  # tried out for one prompt length, asked for in every layer
-def _split(tokens: int, chunk: int, columns: int, processors: int) -> int:
+def _split(tokens: int, columns: int, processors: int) -> int:
     """Tokens per block, so that blocks (``columns`` a range of tokens) fill the processors evenly."""
-    chunks = -(-tokens // chunk)
+    chunks = -(-tokens // CHUNK)
 
     def cost(splits: int) -> int:
         # In chunks; building the tables of a block costs about as much as four.
         return -(-columns * splits // processors) * (-(-chunks // splits) + 4)
 
     splits = min(range(1, min(chunks, processors) + 1), key=cost)
-    return -(-chunks // splits) * chunk
+    return -(-chunks // splits) * CHUNK
 
 
 @functools.cache
@@ -141,7 +139,7 @@ def vq_encode_cuda(
     vector = _in_pieces(groups, channels, steps, vectors) and _tables_in_pieces(coder)
     kernel = _kernel(vectors.dtype, steps, channels, metric is not None, vector, False, device.index)
     columns = heads * -(-groups // (64 // (steps * channels)))
-    per_block = _split(tokens, 16 * TILES[steps * channels], columns, _processors(device.index))
+    per_block = _split(tokens, columns, _processors(device.index))
     per_token = heads * groups
     _launch(
         kernel,
@@ -197,7 +195,7 @@ def vq_encode_chunk_cuda(
     device = window.device.index
     kernel = _kernel(window.dtype, steps, channels, key.metric is not None, True, True, device)
     columns = heads * -(-groups // (64 // (steps * channels)))
-    per_block = _split(tokens, 16 * TILES[steps * channels], 2 * columns * batch, _processors(device))
+    per_block = _split(tokens, 2 * columns * batch, _processors(device))
     splits = -(-tokens // per_block)
     stride_b, stride_h, stride_n, _ = keys[0].stride()
     stride_wt, _, stride_wb, stride_wh, stride_wn, _ = window.stride()
@@ -231,7 +229,7 @@ def _launch(
     """In the order of the source."""
     kernel(
         grid,
-        32 * WARPS,
+        128 * WARPGROUPS,
         sides,
         ctypes.c_void_p(codes.data_ptr()),
         *map(ctypes.c_int, sizes),
