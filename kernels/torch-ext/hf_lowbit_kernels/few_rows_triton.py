@@ -46,11 +46,21 @@ def _few_rows_kernel(
     """ROWS outputs of one row of x. Rows come first in the grid: those that share weights run side by side."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     inner = tl.arange(0, BLOCK)
     at = weight + column.to(tl.int64)[:, None] * stride_w + inner[None, :]
+    up = weight + (columns + column).to(tl.int64)[:, None] * stride_w + inner[None, :]  # with GLU
+    mask = (column < columns)[:, None] & (inner < SIZE)[None, :]
+    if OVERLAP:  # two blocks of the matrix are on their way when the kernel ahead ends
+        w0 = _load(at, mask, EVEN and BLOCK <= SIZE)
+        if GLU:
+            u0 = _load(up, mask, EVEN and BLOCK <= SIZE)
+        if BLOCK < SIZE:
+            mask = (column < columns)[:, None] & (BLOCK + inner < SIZE)[None, :]
+            w1 = _load(at + BLOCK, mask, EVEN and 2 * BLOCK <= SIZE)
+            if GLU:
+                u1 = _load(up + BLOCK, mask, EVEN and 2 * BLOCK <= SIZE)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x += row * stride_x
     first = tl.zeros((ROWS, BLOCK), tl.float32)
     second = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -58,10 +68,21 @@ def _few_rows_kernel(
         live = start + inner < SIZE
         values = tl.load(x + start + inner, mask=live, other=0.0).to(tl.float32)
         mask = (column < columns)[:, None] & live[None, :]
-        first += _load(at + start, mask, EVEN and start + BLOCK <= SIZE).to(tl.float32) * values[None, :]
+        if OVERLAP and start == 0:
+            w = w0
+        elif OVERLAP and start == BLOCK:
+            w = w1
+        else:
+            w = _load(at + start, mask, EVEN and start + BLOCK <= SIZE)
+        first += w.to(tl.float32) * values[None, :]
         if GLU:
-            up = at + columns.to(tl.int64) * stride_w
-            second += _load(up + start, mask, EVEN and start + BLOCK <= SIZE).to(tl.float32) * values[None, :]
+            if OVERLAP and start == 0:
+                u = u0
+            elif OVERLAP and start == BLOCK:
+                u = u1
+            else:
+                u = _load(up + start, mask, EVEN and start + BLOCK <= SIZE)
+            second += u.to(tl.float32) * values[None, :]
     result = tl.sum(first, 1).to(out.dtype.element_ty)
     if GLU:
         result = _silu_product(result, tl.sum(second, 1).to(out.dtype.element_ty))
