@@ -91,10 +91,10 @@ class FusedDecode:
         self._looked = self._glance(model)
 
     def _glance(self, model: nn.Module) -> tuple:
-        # Not the address alone: after model.cpu().cuda() a weight may lie where it lay before, but never merged.
-        merged = _merged(_qkv(model.layers[0]))
-        address = None if merged is None else merged.data_ptr()
-        return self.backend, torch.is_grad_enabled(), model.training, address
+        # Addresses of all three: after model.cpu().cuda() the first may lie where it lay before, but not all in a row.
+        weights = (getattr(linear, "weight", None) for linear in _qkv(model.layers[0]))
+        addresses = [weight.data_ptr() if isinstance(weight, torch.Tensor) else None for weight in weights]
+        return self.backend, torch.is_grad_enabled(), model.training, *addresses
 
     def weights(self, model: nn.Module, embeds: torch.Tensor) -> dict[nn.Module, _Weights] | None:
         """What :meth:`loop` multiplies by, of each layer, or None if this pass does not run fused; sets `problem`.

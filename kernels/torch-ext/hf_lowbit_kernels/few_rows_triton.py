@@ -8,9 +8,10 @@ from .dependent_launch import overlap_options
 from .elementwise_triton import _silu_product
 
 
-# Per program: 4 rows of the matrix, 1024 elements of each at a time, 16 bytes of bf16 per thread and row. Then x is laid
-# out as the weights are (no exchange between threads), and even 2048 outputs are 512 programs.
-ROWS, WARPS = 4, 4
+# Per program: 2 rows of the matrix, 512 elements of each at a time, 16 bytes of bf16 per thread and row. Then x is laid out as
+# the weights are (no exchange between threads), and small programs follow each other without a gap: larger and smaller ones
+# made a decode step 5 to 10 % slower (docs/performance.md).
+ROWS, WARPS = 2, 2
 
 
 def few_rows_linear_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
