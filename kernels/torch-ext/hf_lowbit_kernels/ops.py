@@ -157,7 +157,7 @@ def vq_encode(
 
     ``codes[n, h, g] = argmax_r sum_m <tables[m, h, g, r], metric[m, h, at] * vectors[m, n, h, at]> - half_norms[h, g, r]``
     with ``at = g*c : (g+1)*c``, fp32 sums, the lowest r on ties. Near ties may resolve differently between backends:
-    compare objectives, not codes. The CUDA kernel rounds metric times entry to 16 (bf16 vectors) or 22 bits (fp16).
+    compare objectives, not codes. The CUDA kernel rounds metric times entry to 16 bits.
 
     Args:
         vectors: ``[T_c, N, H, D]`` bf16, fp16 or fp32, any strides, N >= 0; keys before RoPE.
