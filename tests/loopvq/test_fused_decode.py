@@ -216,6 +216,23 @@ def test_moving_or_copying_the_model_merges_again(make_coded_model, prompt):
     assert is_packed(moved) and torch.equal(found[-1].logits, expected[-1].logits)
 
 
+def test_a_step_notices_weights_that_lie_where_they_lay_but_are_merged_no_more(make_coded_model, prompt):
+    """As after model.cpu().cuda(), when the allocator hands out the same memory piece by piece."""
+    model = make_coded_model(num_hidden_layers=1)
+    _, cache = steps(model, "reference", prompt(20)[None], 1)
+    packings = state(model).packings
+    kept = []
+    for some in linears(model):
+        for linear in some:
+            kept.append(linear.weight.data)
+            linear.weight.data = torch.from_numpy(linear.weight.detach().numpy())
+            assert linear.weight.data_ptr() == kept[-1].data_ptr() and linear.weight.storage_offset() == 0
+    assert not is_packed(model)
+    with torch.no_grad():
+        model(torch.ones((1, 1), dtype=torch.long), **{CACHE_ARG: cache})
+    assert is_packed(model) and state(model).packings == packings + 2
+
+
 def test_training_goes_on_with_merged_weights(make_coded_model, prompt):
     ids = prompt(20)[None]
     losses = []

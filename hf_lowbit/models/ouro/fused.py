@@ -91,10 +91,10 @@ class FusedDecode:
         self._looked = self._glance(model)
 
     def _glance(self, model: nn.Module) -> tuple:
-        # Addresses of all three: after model.cpu().cuda() the first may lie where it lay before, but not all in a row.
+        # Places within a storage too: after model.cpu().cuda() weights may lie where they lay before, but never merged.
         weights = (getattr(linear, "weight", None) for linear in _qkv(model.layers[0]))
-        addresses = [weight.data_ptr() if isinstance(weight, torch.Tensor) else None for weight in weights]
-        return self.backend, torch.is_grad_enabled(), model.training, *addresses
+        places = [(w.data_ptr(), w.storage_offset()) if isinstance(w, torch.Tensor) else None for w in weights]
+        return self.backend, torch.is_grad_enabled(), model.training, *places
 
     def weights(self, model: nn.Module, embeds: torch.Tensor) -> dict[nn.Module, _Weights] | None:
         """What :meth:`loop` multiplies by, of each layer, or None if this pass does not run fused; sets `problem`.

@@ -4,13 +4,19 @@ from collections.abc import Sequence
 
 import torch
 
-from .ops import Backend, _check_encode, _choose, _require, _require_one_device, attention_backend, vq_encode
+from .ops import (
+    CUDA_TOKENS,
+    Backend,
+    _check_encode,
+    _choose,
+    _require,
+    _require_one_device,
+    attention_backend,
+    vq_encode,
+)
 from .vq_encode_cuda import chunk_cuda_problem, vq_encode_chunk_cuda
 from .vq_encode_pages import PageCoder
 from .vq_encode_reference import vq_encode_reference
-
-
-CUDA_TOKENS = 256  # of a row; fewer leave most warps of the CUDA kernel idle
 
 
 def vq_encode_chunk(
@@ -73,6 +79,7 @@ def vq_encode_chunk(
     if codes.numel() == 0:
         return
     available, reason = attention_backend(window.device, 2, 1, window.dtype)
+    # By the tokens of a row: which kernel runs must not depend on the others.
     if backend == "cuda" or (backend == "auto" and available == "triton" and 8 * codes.shape[2] >= CUDA_TOKENS):
         problem = chunk_cuda_problem(keys, values, window, key, value)
         available, reason = ("cuda", "") if problem is None else (available, problem)
