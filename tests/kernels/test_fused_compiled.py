@@ -39,7 +39,13 @@ for dtype in ("bf16", "fp16"):
     codes = {"k_codes": "*u8", "v_codes": "*u8", "k_table": "*fp16", "v_table": "*fp16", "slots": "*i64", "count": "i32"}
     halves = dict(HALF=64, ROUND=True)
     texts += [
-        ptx(rope_copy_triton._rope_copy_kernel, dtype, dict(BLOCK=64, TOKENS=32, VALUED=True, GATHER=True, **halves), codes),
+        *(
+            ptx(
+                rope_copy_triton._rope_copy_kernel, dtype,
+                dict(HEADS=4, BLOCK=64, TOKENS=32, VALUED=True, GATHER=not query, QUERY=query, **halves), codes,
+            )
+            for query in (False, True)
+        ),
         *(
             ptx(
                 vq_decode_pages_triton._decode_pages_kernel, dtype,
@@ -57,13 +63,15 @@ weights |= dict(tables="*fp16", half_norms="*fp32", metric="*fp32")
 weights |= {f"{side}_{name}": kind for side in "kv" for name, kind in dict(tables="*fp16", norms="*fp32", metric="*fp32").items()}
 for glu in (False, True):
     for even in (False, True):
-        sizes = dict(SIZE=1536, ROWS=4, BLOCK=1024, GLU=glu, EVEN=even)
+        sizes = dict(SIZE=1536, ROWS=2, BLOCK=512, GLU=glu, EVEN=even)
         ptx(few_rows_triton._few_rows_kernel, "bf16", dict(OVERLAP=False, **sizes), weights)
-        # Nothing is read before the kernel ahead has ended, and nobody is let in before.
+        # The matrix alone is read before the kernel ahead has ended, and nobody is let in before.
         text = ptx(few_rows_triton._few_rows_kernel, "bf16", dict(OVERLAP=True, **sizes), weights)
         ahead, behind = text.split("griddepcontrol.wait")
-        assert "ld.global" not in ahead
-        assert "griddepcontrol.launch_dependents" in behind and "ld.global" in behind
+        ahead, loads = ([line for line in part.splitlines() if "ld.global" in line] for part in (ahead, behind))
+        assert ahead and all("evict_first" in line for line in ahead)
+        assert "griddepcontrol.launch_dependents" in behind and any("evict_first" not in line for line in loads)
+        assert "griddepcontrol.launch_dependents" not in text.split("griddepcontrol.wait")[0]
 for kernel, constants in (
     (kernels._norm_kernel, dict(SIZE=2048, BLOCK=2048, ADD=True)),
     (kernels._swiglu_kernel, dict(BLOCK=1024)),
