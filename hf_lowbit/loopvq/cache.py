@@ -403,6 +403,8 @@ class LoopVQCache(Cache):
         batch, count, _ = inputs_embeds.shape
         device = inputs_embeds.device
         start, coded = self._rows(batch)
+        if count == 0 and self._seen == 0:
+            raise ValueError("the prompt has no tokens; give at least one.")
         if count == 0:
             raise ValueError(
                 f"no new tokens: the cache holds {self._seen} already, and the input adds none. Pass the whole text so far "

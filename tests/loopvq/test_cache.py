@@ -327,6 +327,8 @@ def test_unknown_options_and_empty_input_are_refused(make_coded_model, prompt):
     model(prompt(10)[None], **{CACHE_ARG: cache})
     with pytest.raises(ValueError, match="no new tokens"):
         model(prompt(10)[None, :0], **{CACHE_ARG: cache})
+    with pytest.raises(ValueError, match="the prompt has no tokens; give at least one"):
+        model(prompt(10)[None, :0], **{CACHE_ARG: LoopVQCache(model)})
     with pytest.raises(ValueError, match="no rows; pass at least one"):
         model(torch.zeros(0, 10, dtype=torch.long), **{CACHE_ARG: LoopVQCache(model)})
 
