@@ -34,7 +34,7 @@ if ON_GPU:
     CASES += [(1, 2048, 64, 0, 256, 16, 128, 4, 16, BF16), (3, 710, 21, 10, 90, 16, 128, 4, 32, BF16)]
 
 
-def problem(case, device, metric, apart=False):
+def problem(case, device, metric):
     batch, count, lead, first, pages, heads, dim, steps, elements, dtype = case
     generator = torch.Generator().manual_seed(batch + 7 * count + elements)
     channels = elements // steps
@@ -153,6 +153,7 @@ def test_wrong_arguments_are_refused():
         ("value", value._replace(metric=None), "both a metric or neither"),
         ("key", key._replace(half_norms=key.half_norms[:0]), "half_norms"),
         ("slots", slots.to("meta"), "slots is on meta and window on cpu"),
+        ("values", [values[0], values[1].to("meta")], r"values\[1\] is on meta and window on cpu"),
     ):
         with pytest.raises(ValueError, match=message):
             vq_encode_chunk(**{**good, name: wrong})

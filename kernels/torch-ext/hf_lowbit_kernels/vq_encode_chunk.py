@@ -7,7 +7,6 @@ import torch
 from .ops import (
     CUDA_TOKENS,
     Backend,
-    _check_encode,
     _choose,
     _require,
     _require_one_device,
@@ -15,7 +14,7 @@ from .ops import (
     vq_encode,
 )
 from .vq_encode_cuda import chunk_cuda_problem, vq_encode_chunk_cuda
-from .vq_encode_pages import PageCoder
+from .vq_encode_pages import PageCoder, check_coders
 from .vq_encode_reference import vq_encode_reference
 
 
@@ -58,15 +57,11 @@ def vq_encode_chunk(
             if state.shape != keys[0].shape or state.dtype != window.dtype:
                 expected = f"{list(keys[0].shape)} {window.dtype}"
                 _require(False, f"{name}[{step}]", state, expected)
+            if state.device != window.device:
+                _require_one_device(window=window, **{f"{name}[{step}]": state})
     fits = window.dim() == 6 and window.shape[:4] == (steps, 2, batch, heads) and window.shape[5] == head_dim
     _require(fits, "window", window, f"[{steps}, 2, {batch}, {heads}, S, {head_dim}]")
-    for coder in (key, value):
-        _check_encode(window.select(1, 0).select(1, 0).transpose(1, 2), *coder)
-        if (coder.metric is None) != (key.metric is None) or coder.tables.shape != key.tables.shape:
-            raise ValueError("key and value need tables of one shape, and both a metric or neither.")
-    groups = key.tables.shape[2]
-    fits = codes.dim() == 6 and codes.shape[:2] == (2, batch) and codes.shape[3:] == (heads, 8, groups)
-    _require(fits and codes.dtype == torch.uint8, "codes", codes, f"[2, {batch}, P, {heads}, 8, {groups}] torch.uint8")
+    check_coders(window, codes, key, value)
     fits = slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous()
     _require(fits, "slots", slots, "[lead], contiguous torch.int64")
     last, there = first + 8 * codes.shape[2], len(slots) + count
@@ -74,7 +69,7 @@ def vq_encode_chunk(
         raise ValueError(
             f"codes hold tokens {first} to {last} of a row; there are {len(slots)} from the window and {count} of the chunk."
         )
-    _require_one_device(window=window, codes=codes, slots=slots, keys=keys[0], values=values[0])
+    _require_one_device(window=window, codes=codes, slots=slots)
 
     if codes.numel() == 0:
         return

@@ -190,8 +190,6 @@ def vq_encode_chunk_cuda(
     """Same contract as `hf_lowbit_kernels.vq_encode_chunk`, for what has no `chunk_cuda_problem`."""
     steps, (batch, heads, _, _) = len(keys), keys[0].shape
     groups, channels, tokens = key.tables.shape[2], key.tables.shape[4], 8 * codes.shape[2]
-    if batch * tokens == 0:
-        return
     device = window.device.index
     kernel = _kernel(window.dtype, steps, channels, key.metric is not None, True, True, device)
     columns = heads * -(-groups // (64 // (steps * channels)))

@@ -56,14 +56,7 @@ def vq_encode_pages(
         ValueError: shapes, dtypes or devices do not fit, or ``backend="triton"`` is impossible here.
     """
     _require(window.dim() == 6 and window.shape[1] == 2, "window", window, "[T_c, 2, B, H, S, D]")
-    batch, heads = window.shape[2:4]
-    for coder in (key, value):
-        _check_encode(window.select(1, 0).select(1, 0).transpose(1, 2), *coder)
-        if (coder.metric is None) != (key.metric is None) or coder.tables.shape != key.tables.shape:
-            raise ValueError("key and value need tables of one shape, and both a metric or neither.")
-    groups = key.tables.shape[2]
-    fits = codes.dim() == 6 and codes.shape[:2] == (2, batch) and codes.shape[3:] == (heads, 8, groups)
-    _require(fits and codes.dtype == torch.uint8, "codes", codes, f"[2, {batch}, P, {heads}, 8, {groups}] torch.uint8")
+    check_coders(window, codes, key, value)
     count = len(rows)
     for name, index, shape in (("rows", rows, (count,)), ("pages", pages, (count,)), ("slots", slots, (count, 8))):
         fits = index.shape == shape and index.dtype == torch.int64 and index.is_contiguous()
@@ -76,6 +69,18 @@ def vq_encode_pages(
     kernel = name == "triton"
     run = on_device(vq_encode_pages_triton, window.device) if kernel else vq_encode_pages_reference
     run(window, codes, key, value, rows, pages, slots)
+
+
+def check_coders(window: torch.Tensor, codes: torch.Tensor, key: PageCoder, value: PageCoder) -> None:
+    """ValueError unless both coders fit a window ``[T_c, 2, B, H, S, D]`` and each other, and codes fit all of them."""
+    batch, heads = window.shape[2:4]
+    for coder in (key, value):
+        _check_encode(window.select(1, 0).select(1, 0).transpose(1, 2), *coder)
+        if (coder.metric is None) != (key.metric is None) or coder.tables.shape != key.tables.shape:
+            raise ValueError("key and value need tables of one shape, and both a metric or neither.")
+    groups = key.tables.shape[2]
+    fits = codes.dim() == 6 and codes.shape[:2] == (2, batch) and codes.shape[3:] == (heads, 8, groups)
+    _require(fits and codes.dtype == torch.uint8, "codes", codes, f"[2, {batch}, P, {heads}, 8, {groups}] torch.uint8")
 
 
 def vq_encode_pages_reference(
